@@ -4,6 +4,7 @@ The first tests need no TRL; their sizes and tolerances are those of its own tes
 """
 
 import itertools
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from flce_dist.compat import trl as compat
 from flce_dist.hf import use_linear_cross_entropy
 from flce_dist.testing import error_budget, relative_rms
+from tests.doc_scripts import ROOT, printed, scripts_of
 
 N, H, V, CHUNK = 64, 32, 128, 32
 apply: Any = compat.ChunkedLogProbFunction.apply
@@ -323,3 +325,9 @@ def test_fsdp_averages_the_gradient_of_the_head_too(utils, pools, tmp_path):
     expected = [(x + y) / 2 for x, y in zip(*plain, strict=True)]
     for found in pools[2].run(sharded_rank, tmp_path, True):
         assert all(relative_rms(x, y) < 1e-4 for x, y in zip(found, expected, strict=True))
+
+
+def test_the_script_of_the_page(utils, tmp_path):
+    script = scripts_of(ROOT / "docs" / "rl_libraries.md")[0]
+    losses = re.findall(r"^(\d+\.\d+)$", printed(script, tmp_path), re.M)
+    assert len(losses) == 1 and 1 < float(losses[0]) < 3

@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 pytest.importorskip("transformers")
 
@@ -175,6 +177,24 @@ def test_tensor_parallel(group, kind, tmp_path):
     compare({"loss": found["loss"]}, {"loss": step(model)["loss"]}, BUDGET)
     logits = {"logits": split(**batch(), logits=True).logits.detach()}
     compare(logits, {"logits": model(**batch()).logits.detach()}, BUDGET)
+
+
+@pytest.mark.parametrize("output", [Replicate(), Shard(-1)], ids=str)
+@on_ranks(2)
+def test_a_head_that_torch_has_split(group, output):
+    """By ``parallelize_module``, whose hooks are for logits alone."""
+    model = theirs()
+    mesh = init_device_mesh("cpu", (2,))
+    plan: Any = {"lm_head": ColwiseParallel(output_layouts=output, use_local_output=False)}
+    split = parallelize_module(ours(model), mesh, plan)
+    with real_logits() as whole, real_logits(VOCAB // 2) as parts:
+        found = step(split)
+    assert whole == parts == []
+    expected = step(model)
+    compare(found, expected, BUDGET)
+    asked = split(**batch(), logits=True)
+    torch.testing.assert_close(asked.logits.full_tensor(), model(**batch()).logits)
+    torch.testing.assert_close(asked.loss.detach(), expected["loss"])
 
 
 @pytest.mark.skipif(not IS_5, reason="needs transformers 5, whose plan includes FSDP2")

@@ -35,7 +35,10 @@ FILES = (
     "scores_on_ranks", "data_parallel", "data_parallel_training", "frozen",
     "parallel_style",
 )  # fmt: skip
-HF = ("hf", "hf_lora", "hf_on_ranks", "hf_trainer")
+HF = (
+    "hf", "hf_hooks", "hf_stand_in", "hf_lora", "hf_adapters", "hf_on_ranks", "hf_trainer",
+    "hf_self_check", "hf_docs",
+)  # fmt: skip
 # verl asks for an older transformers than TRL; what is tested of it imports these alone.
 RL = "trl==1.16.0 transformers==5.23.0 ray>=2.41 tensordict>=0.8,!=0.9.0,<=0.10 codetiming"
 USERS = {

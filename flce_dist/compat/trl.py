@@ -1,9 +1,10 @@
 """What TRL 1.16's trainers score tokens with, ``trl.kernels.ChunkedLogProbFunction``, as ours."""
 
 import functools
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flce_dist.api import linear_cross_entropy_with_metrics
@@ -47,6 +48,26 @@ class ChunkedLogProbFunction:
         return -out.loss, *(results[x] if x in outputs else None for x in OUTPUTS)
 
 
+class _OfParameters(type):
+    def __instancecheck__(cls, x: Any) -> bool:
+        return isinstance(x, DTensor) and not isinstance(x, nn.Parameter)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(DTensor, name)
+
+
+class DTensorButNoParameter(metaclass=_OfParameters):
+    """DTensor for TRL's fused head: a parameter is none of it, and so is not gathered.
+
+    TRL would call full_tensor() of a weight that FSDP2 has sharded, which sums its gradient over
+    data ranks.
+    """
+
+
+_replaced: dict[str, Any] = {}
+"""What TRL's module had by the names that ``use_linear_cross_entropy`` sets."""
+
+
 def use_linear_cross_entropy() -> None:
     """Let the fused LM head of all trainers of this process call ``ChunkedLogProbFunction``."""
     import trl
@@ -54,5 +75,17 @@ def use_linear_cross_entropy() -> None:
 
     if not hasattr(utils, "_ChunkedLogProbFunction"):
         raise NotImplementedError(f"TRL 1.16's fused LM head is not in TRL {trl.__version__}")
-    utils._ChunkedLogProbFunction = ChunkedLogProbFunction
-    utils.DTensor = ()  # TRL would gather FSDP2's weight by full_tensor(), which sums its gradient
+    ours = {"_ChunkedLogProbFunction": ChunkedLogProbFunction, "DTensor": DTensorButNoParameter}
+    for name, replacement in ours.items():
+        _replaced.setdefault(name, getattr(utils, name))
+        setattr(utils, name, replacement)
+
+
+def restore() -> None:
+    """Undo ``use_linear_cross_entropy``, where it was called."""
+    if _replaced:
+        from trl.trainer import utils
+
+        for name, theirs in _replaced.items():
+            setattr(utils, name, theirs)
+        _replaced.clear()

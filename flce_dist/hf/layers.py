@@ -20,7 +20,7 @@ _INPUT_HOOKS = ("_forward_pre_hooks",)
 _SPLITTING = (
     "torch.distributed.tensor.",
     "transformers.distributed.",
-    "transformers.integrations.",
+    "transformers.integrations.tensor_parallel",
 )
 _SHARDING = ("torch.distributed.fsdp.", "torch.distributed._composable.")
 _COUNTING = ("torch.utils.module_tracker",)

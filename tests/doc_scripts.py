@@ -1,0 +1,29 @@
+"""Scripts of docs/, run as programs of their own."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MOST_LINES = 25
+
+
+def scripts_of(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
+
+
+def printed(script: str, folder: Path, *launcher: str) -> str:
+    """Run a script as a program of its own, on a CPU and without a hub; return what it prints."""
+    assert script.count("\n") <= MOST_LINES
+    path = folder / "script.py"
+    path.write_text(script)
+    environment = {
+        **os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT),
+        "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    command = [sys.executable, *launcher, str(path)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
