@@ -20,9 +20,10 @@ CALL = {"arguments", "core", "schedules"}  # one call, from arguments to gradien
 # Each folder with those that it may import; itself always. Two files count as folders: "leaf" is
 # arguments/options.py and "private" torch_private.py.
 MAY = {
-    "faces": {"leaf", "private", *CALL, "parallel", "testing", "filtered", "scores"},
+    "faces": {"leaf", "private", *CALL, "parallel", "testing", "filtered", "scores", "best"},
     "filtered": {"leaf", "private", *CALL, "parallel", "kernels", "faces"},
     "scores": {"leaf", "private", *CALL, "parallel", "kernels"},
+    "best": {"leaf", "private", *CALL, "parallel", "kernels"},
     "arguments": {"leaf", "private", *CALL, "parallel", "kernels"},
     "schedules": {"leaf", "core", "parallel", "kernels"},
     "core": {"leaf", "private", "arguments", "parallel", "kernels"},
@@ -31,7 +32,7 @@ MAY = {
     "testing": {"private"},
     "leaf": set(),
     "private": set(),
-    "launch": {"leaf", "private", "faces", "testing", "filtered", "scores"},
+    "launch": {"leaf", "private", "faces", "testing", "filtered", "scores", "best"},
 }
 FILES_AS_FOLDERS = {"torch_private": "private"}
 OTHERS = {folder: {"torch"} for folder in MAY} | {

@@ -1,0 +1,202 @@
+"""The public functions.  T tokens, V vocabulary rows on this rank, H hidden size, P ranks."""
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist import torch_private
+from flce_dist.arguments import checks
+from flce_dist.arguments.dtensor import localized
+from flce_dist.arguments.options import Declared, LossOptions, Range, keywords_of
+from flce_dist.arguments.prepare import Arguments, prepare, settled, tempered
+from flce_dist.best.schedule import Sample, TopK
+from flce_dist.core.autograd import refuse_transforms, run_forward
+from flce_dist.kernels.best.asked import MOST_K
+from flce_dist.parallel import collectives
+
+_K = Declared(int, True, (), Range(f"within [1, {MOST_K}]", lambda k: 1 <= k <= MOST_K))
+_TOP_P = Declared(float, True, (), Range("above 0 and at most 1", lambda p: 0.0 < p <= 1.0))
+_SEED = Declared(int, False, (), Range("within [0, 2**63)", lambda x: 0 <= x < 2**63))
+_FIXED: dict[str, Any] = dict(
+    reduction="none", label_smoothing=0.0, z_loss_weight=0.0, reduce_dhidden=True,
+    reduce_in_fp32=False, accumulate_dweight=False, schedule="auto", max_logits_bytes=None,
+    skip_ignored=False,
+)  # fmt: skip
+
+
+class BestIds(NamedTuple):
+    """The best ids of each token, the same bits on every rank of the group; without gradients.
+
+    Tensors are fp32 (fp64 for fp64 hidden). A token whose logits are not finite numbers has NaN,
+    and -1 as ids and rank; an ignored one 0, and -1.
+    """
+
+    ids: Tensor | None  # [..., k] int64, the most likely first, -1 where there is none; if k given
+    logprob: Tensor | None  # [..., k], -inf where there is no id
+    lse: Tensor  # [...] log-sum-exp of the logits
+    label_logprob: Tensor | None  # [...] if labels are given
+    label_rank: Tensor | None  # [...] int64: how many ids come before the label; 0 is the best
+
+    def csr(self) -> tuple[Tensor, Tensor]:
+        """Return ids [N] without padding and their offsets [T + 1], both int64, tokens in order.
+
+        ``linear_logprob`` takes both. N depends on data, so the host waits for the device.
+        """
+        if self.ids is None:
+            raise ValueError("csr needs ids: pass k to linear_top_k")
+        ids = self.ids.flatten(0, -2)
+        is_id = ids >= 0
+        return ids[is_id], torch.nn.functional.pad(is_id.sum(1).cumsum(0), (1, 0))
+
+
+class SampledIds(NamedTuple):
+    """One id of each token, the same on every rank of the group; without gradients."""
+
+    ids: Tensor  # [...] int64; -1 where logits are not finite numbers, or all banned
+    logprob: Tensor  # [...] fp32 (fp64 for fp64 hidden), NaN or -inf there
+
+
+def linear_top_k(
+    hidden: Tensor, weight: Tensor, k: int | None = None, *, labels: Tensor | None = None,
+    top_p: float | None = None, temperature: float | Tensor = 1.0, bias: Tensor | None = None,
+    tp_group: dist.ProcessGroup | None = None, **options: Any,
+) -> BestIds:  # fmt: skip
+    """The k most likely ids under ``softmax(hidden @ weight.T)``, and the rank of the label.
+
+    Exact: as a stable descending sort of ``z = softcap(logit_scale * (h . w) + b) / temperature``,
+    whose equal logits rank by id, the smaller first. ``k=1`` is the argmax.
+
+    Args:
+        hidden: [..., H], as for ``linear_cross_entropy``.
+        weight: [V, H], likewise; this rank's rows of the vocabulary.
+        k: ids of each token, up to 2048; also more than a rank has rows. None: no ids, but lse and
+            what belongs to labels. Ids banned by a bias of -inf are never among them.
+        labels: [...] int64 or int32 global ids of all tokens, as for ``linear_cross_entropy``.
+            Tokens with ``ignore_index`` get no ids. Default: no labels, and no token is ignored.
+        top_p: end a token's ids with the one at which their probabilities, over the whole
+            vocabulary, add up to this: its nucleus, if that has at most k ids. The others are -1.
+        temperature: a number above 0, or float [...], the same on every rank; it divides the logits
+            after softcap. A value that is not above 0 makes the results of its token NaN.
+        bias, tp_group: as for ``linear_cross_entropy``.
+        **options: ignore_index, softcap, logit_scale, vocab_size, vocab_range, sequence_parallel,
+            sequence_dim, tp_invariant, max_counted and impl, as in ``linear_cross_entropy``.
+            ``tp_invariant`` covers all results.
+
+    Returns:
+        ``BestIds``, plain tensors. Ids [..., k] with -1, or those of ``BestIds.csr``, are what
+        ``linear_logprob`` takes. Operands may be DTensors as for ``linear_cross_entropy``.
+
+    Raises:
+        ValueError: an argument is wrong. NotImplementedError: a combination is not supported, or
+        an operand requires a gradient, which results do not have.
+    """
+    ids, limit = checks.checked_value("k", k, _K) or 0, checks.checked_value("top_p", top_p, _TOP_P)
+    if not ids and labels is None:
+        raise ValueError("k or labels must be given, got None for both: nothing is asked for")
+    if limit is not None and not ids:
+        raise ValueError("k must be given with top_p, as the most ids of a token, got None")
+    chosen = checks.checked_options(**keywords_of(linear_top_k, options, **_FIXED))
+    if labels is None and chosen.max_counted is not None:
+        raise ValueError(
+            "labels must be given with max_counted, since they say which tokens count, got None"
+        )
+    given: Any = labels
+    arguments = Arguments(hidden, weight, given, bias, None, temperature, chosen, tp_group)
+    asked = TopK(ids, limit, with_labels=labels is not None)
+    lse, found, logprob, label_logprob, label_rank = _results("linear_top_k", arguments, asked)
+    return BestIds(found, logprob, lse, label_logprob, label_rank)
+
+
+def linear_sample(
+    hidden: Tensor, weight: Tensor, seed: int, *, counters: Tensor | None = None,
+    temperature: float | Tensor = 1.0, bias: Tensor | None = None,
+    tp_group: dist.ProcessGroup | None = None, **options: Any,
+) -> SampledIds:  # fmt: skip
+    """Draw one id of each token from ``softmax(hidden @ weight.T)``.
+
+    The id is the argmax of ``z + g``, with z as in ``linear_top_k`` and Gumbel noise g that depends
+    on seed, the token's counter and the global id alone. So a draw is the same for any number of
+    ranks, and whatever other tokens are in the call.
+
+    Args:
+        seed: an int within [0, 2**63), the same on every rank.
+        counters: int64 or int32 [...], the same on every rank: which draw each token gets. Tokens
+            of one counter get the same noise. Default: the token's number in the call.
+        hidden, weight, temperature, bias, tp_group: as for ``linear_top_k``.
+        **options: softcap, logit_scale, vocab_size, vocab_range, sequence_parallel, sequence_dim,
+            tp_invariant and impl, as there.
+
+    Returns:
+        ``SampledIds``, plain tensors; logprob is that of the tempered distribution.
+
+    Raises:
+        As ``linear_top_k``.
+    """
+    seed = checks.checked_value("seed", seed, _SEED)
+    keywords = keywords_of(linear_sample, options, ignore_index=-1, max_counted=None, **_FIXED)
+    chosen = checks.checked_options(**keywords)
+    given: Any = counters
+    arguments = Arguments(hidden, weight, given, bias, None, temperature, chosen, tp_group)
+    logprob, ids = _results("linear_sample", arguments, Sample(seed))
+    return SampledIds(ids, logprob)
+
+
+def _results(name: str, arguments: Arguments, schedule: TopK | Sample) -> tuple[Any, ...]:
+    """Return what the function of this name does, in the shape of the caller's tokens."""
+    refuse_transforms(name)
+    checks.check_tensor("hidden", arguments.hidden, checks.FLOATS)
+    operands = {"hidden": arguments.hidden, "weight": arguments.weight, "bias": arguments.bias}
+    for operand, x in operands.items():
+        if torch.is_grad_enabled() and getattr(x, "requires_grad", False):
+            raise NotImplementedError(
+                f"{name} has no gradients, got {operand} with requires_grad=True: call it under "
+                "torch.no_grad(), and linear_logprob at its ids for log-probabilities that have"
+            )
+    run = _run
+    if torch.compiler.is_compiling():
+        run = torch_private.outside_graphs(
+            run,
+            f"{name} is not part of a graph of torch.compile; use fullgraph=False, with which the "
+            "graph ends before it and another one begins after it",
+        )
+    return run(arguments, schedule)
+
+
+@torch.no_grad()
+def _run(arguments: Arguments, schedule: TopK | Sample) -> tuple[Any, ...]:
+    hidden, weight, labels, bias, _, temperature, options, tp_group = localized(arguments)
+    numbers = _numbers_of_tokens(hidden, options, tp_group)
+    if labels is None:
+        labels = numbers
+    elif isinstance(schedule, Sample):
+        checks.check_tensor("counters", labels, checks.LABELS, hidden)
+        if labels.shape != numbers.shape:
+            raise ValueError(
+                f"counters must be {tuple(numbers.shape)}, as tokens, got {tuple(labels.shape)}"
+            )
+    each = tempered(temperature, labels)
+    given = Arguments(hidden, weight, labels, bias, None, each, options, tp_group)
+    ordered, _ = settled(given)
+    call, operands = prepare(ordered, [False, False, False])
+    operands = schedule.operands(call, operands)
+    chosen: Any = schedule
+    first, others, _ = run_forward(replace(call, schedule=chosen), operands)
+    shape = ordered.labels.shape
+    results = [None if x is None else x.view(*shape, *x.shape[1:]) for x in (first, *others)]
+    if ordered.options is not options:  # dimensions have been exchanged
+        results = [None if x is None else x.transpose(0, 1).contiguous() for x in results]
+    return tuple(results)
+
+
+def _numbers_of_tokens(
+    hidden: Tensor, options: LossOptions, tp_group: dist.ProcessGroup | None
+) -> Tensor:
+    """Return the number of each token of the call, int64 in the shape that labels would have."""
+    shape = list(hidden.shape[:-1])
+    if options.sequence_parallel and options.sequence_dim < len(shape):
+        shape[options.sequence_dim] *= collectives.group_size(tp_group)
+    return torch.arange(math.prod(shape), device=hidden.device).view(shape)

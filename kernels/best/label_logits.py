@@ -1,0 +1,74 @@
+"""The logit of each token's label, with the bits that a tile of logits has at that place.
+
+T = tokens, V = vocabulary rows here, H = hidden size.
+
+A rank among all logits counts equal ones, and a dot product rounds otherwise than a tile does. So
+this is the diagonal of small tiles: the tokens of a block and the rows of their labels.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_dist.kernels.logits.launching import tile_launch
+from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.primitives import dot, label_columns, softcap_tanh
+
+_BLOCK = 64  # tokens of a program: the least that tensor cores of all architectures take
+
+
+@triton.jit(do_not_specialize=["T"])
+def _label_tiles_kernel(
+    hidden_ptr, weight_ptr, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 global ids
+    out_ptr,  # out: [T] fp32
+    T, V, H,
+    strides,  # the tuples are those of ShardLogits
+    vocab_start_index, scalars,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A program computes the logits of BLOCK_T tokens at all their labels, and keeps each own."""
+    stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h = strides
+    ignore_index, logit_scale, softcap, inverse_temperature_ptr, _ = scalars
+    offs = tl.arange(0, BLOCK_T)
+    offs_t = tl.program_id(0) * BLOCK_T + offs
+    column, _ = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
+    is_here = column >= 0
+    hidden_ptr += offs_t.to(tl.int64)[:, None] * stride_hidden_t
+    weight_ptr += column.to(tl.int64)[:, None] * stride_weight_v
+    acc = tl.zeros((BLOCK_T, BLOCK_T), dtype=tl.float32)
+    for start_h in tl.range(0, H, BLOCK_H):
+        offs_h = start_h + tl.arange(0, BLOCK_H).to(tl.int64)
+        mask = is_here[:, None] & (offs_h < H)[None, :]
+        h = tl.load(hidden_ptr + offs_h[None, :] * stride_hidden_h, mask=mask, other=0.0)
+        w = tl.load(weight_ptr + offs_h[None, :] * stride_weight_h, mask=mask, other=0.0)
+        acc = dot(h, w.T, acc)
+    z = tl.sum(tl.where(offs[:, None] == offs[None, :], acc, 0.0), axis=1) * logit_scale
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + column, mask=is_here, other=0.0).to(tl.float32)
+    if softcap is not None:
+        z = softcap_tanh(z, softcap)
+    if inverse_temperature_ptr is not None:
+        z *= tl.load(inverse_temperature_ptr + offs_t, mask=is_here, other=1.0)
+    tl.store(out_ptr + offs_t, tl.where(is_here, z, 0.0), mask=offs_t < T)
+
+
+def label_logits(logits: ShardLogits) -> Tensor:
+    """Return [T] fp32: the logits of labels that this shard has, and 0 elsewhere and if ignored.
+
+    Their bits are those of the tile in which ``best_of_shard`` computes them.
+    """
+    T = logits.T
+    out = torch.empty(T, dtype=torch.float32, device=logits.labels.device)
+    if T:
+        config = tile_launch(logits, pointers=True).config
+        BLOCK_T = min(_BLOCK, config.BLOCK_T)
+        _label_tiles_kernel[(-(-T // BLOCK_T),)](
+            logits.hidden, logits.weight, logits.bias, logits.labels,
+            out,
+            T, logits.V, logits.H,
+            logits.strides,
+            logits.vocab_start_index, logits.scalars,
+            BLOCK_T=BLOCK_T, BLOCK_H=config.BLOCK_H, num_warps=4,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,113 @@
+"""The k best of each token's logits, of which few are read: those of blocks that may hold one.
+
+T = tokens, V = vocabulary rows here, N = blocks of columns, k = ids of a token.
+
+The k-th largest of the blocks' maxima is a lower bound of the k-th largest logit, since k blocks
+have a logit that reaches it. Logits that reach the bound are collected from the blocks that do:
+typically little more than k. Should they be too many for the buffer, the k best of it are kept, and
+the bound rises to the least of these.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce_dist.kernels.best.keys import LOWEST_KEY, key_of, kth_largest, ordered
+from flce_dist.kernels.tuning import next_power_of_2
+
+AT_ONCE = 1024  # logits that a program reads in one step
+_SORTED = 128  # least number of keys that are sorted in the end
+
+
+@triton.jit
+def _keep_best(buffer_ptr, count, k, BUFFER: tl.constexpr):
+    """Move the k best of ``count`` keys, which are more, to the front; return the least of them."""
+    tl.debug_barrier()  # all keys have been stored
+    i = tl.arange(0, BUFFER)
+    keys = tl.load(buffer_ptr + i, mask=i < count, other=LOWEST_KEY)
+    least = kth_largest(keys, k, 64)
+    tl.debug_barrier()  # all keys have been loaded
+    is_best = keys >= least
+    place = tl.cumsum(is_best.to(tl.int32), axis=0) - 1
+    tl.store(buffer_ptr + place, keys, mask=is_best)
+    return least
+
+
+@triton.jit
+def _winning_blocks(largest_ptr, blocks_ptr, T, t, N, k, BLOCKS: tl.constexpr):
+    """List the blocks whose maximum reaches the k-th largest; return the bound and their number."""
+    n = tl.arange(0, BLOCKS)
+    largest = tl.load(largest_ptr + n.to(tl.int64) * T + t, mask=n < N, other=-float("inf"))
+    rank = ordered(largest)
+    bound = kth_largest(rank, k, 32)
+    wins = (rank >= bound) & (largest > -float("inf"))
+    place = tl.cumsum(wins.to(tl.int32), axis=0) - 1
+    tl.store(blocks_ptr + place, n, mask=wins)
+    return bound.to(tl.int64) << 32, tl.sum(wins.to(tl.int32), axis=0)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _winners_kernel(
+    z_ptr, largest_ptr,  # in:  [T, V] fp32, [N, T] fp32: of each block of GROUP_V columns
+    blocks_ptr, buffer_ptr,  # scratch: [T, N] int32, [T, BUFFER] int64
+    keys_ptr,  # out: [T, k] int64, the best first
+    T, V, N, k, stride_z_t, first_id,
+    GROUP_V: tl.constexpr, STEP: tl.constexpr, BLOCKS: tl.constexpr, BUFFER: tl.constexpr,
+    SORTED: tl.constexpr,
+):  # fmt: skip
+    """A program takes one token, STEP logits at a time."""
+    t = tl.program_id(0).to(tl.int64)
+    z_ptr += t * stride_z_t
+    blocks_ptr += t * N
+    buffer_ptr += t * BUFFER
+    bound, num_blocks = _winning_blocks(largest_ptr, blocks_ptr, T, t, N, k, BLOCKS)
+    tl.debug_barrier()  # the list is complete
+    count = tl.zeros((), tl.int32)
+    for start in range(0, num_blocks, STEP // GROUP_V):
+        i = start + tl.arange(0, STEP) // GROUP_V
+        block = tl.load(blocks_ptr + i, mask=i < num_blocks, other=0)
+        column = block * GROUP_V + tl.arange(0, STEP) % GROUP_V
+        mask = (i < num_blocks) & (column < V)
+        z = tl.load(z_ptr + column, mask=mask, other=-float("inf"))
+        key = key_of(z, first_id + column)
+        passes = (z > -float("inf")) & (key >= bound)
+        more = tl.sum(passes.to(tl.int32), axis=0)
+        if count + more > BUFFER:
+            bound = _keep_best(buffer_ptr, count, k, BUFFER)
+            count = k
+            passes &= key >= bound
+            more = tl.sum(passes.to(tl.int32), axis=0)
+        place = count + tl.cumsum(passes.to(tl.int32), axis=0) - 1
+        tl.store(buffer_ptr + place, key, mask=passes)
+        count += more
+    if count > SORTED:
+        bound = _keep_best(buffer_ptr, count, k, BUFFER)
+        count = k
+    tl.debug_barrier()
+    i = tl.arange(0, SORTED)
+    keys = tl.load(buffer_ptr + i, mask=i < count, other=LOWEST_KEY)
+    keys = tl.sort(keys, descending=True)
+    tl.store(keys_ptr + t * k + i, keys, mask=i < k)
+
+
+def winners(
+    z: Tensor, largest: Tensor, k: int, first_id: int, *, group_v: int, out: Tensor
+) -> None:  # fmt: skip
+    """Write the keys of the k best logits of each token to ``out`` [T, k] int64, the best first.
+
+    z is [T, V] fp32 with a unit last stride, ``largest`` [N, T] fp32 the maximum of each group_v of
+    its columns. Where there are fewer than k logits above -inf, LOWEST_KEY follows.
+    """
+    (T, V), N = z.shape, len(largest)
+    step = max(AT_ONCE, group_v)
+    buffer = next_power_of_2(k + step)
+    in_order = min(buffer, max(_SORTED, next_power_of_2(2 * k)))
+    _winners_kernel[(T,)](
+        z, largest,
+        out.new_empty(T, N, dtype=torch.int32), out.new_empty(T, buffer),
+        out,
+        T, V, N, k, z.stride(0), first_id,
+        GROUP_V=group_v, STEP=step, BLOCKS=max(2, next_power_of_2(N)), BUFFER=buffer,
+        SORTED=in_order, num_warps=4 if buffer <= 2048 else 8,
+    )  # fmt: skip
