@@ -88,6 +88,36 @@ def reference_linear_logprob(
     return of_ids.view(ids.shape), lse, other, entropy
 
 
+def reference_linear_top_k(
+    hidden: Tensor, weight: Tensor, k: int, *, labels: Tensor | None = None,
+    ignore_index: int = -100, top_p: float | None = None, **of_logits: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return ``(ids, logprob, lse, label_logprob, label_rank)``; arguments as ``linear_top_k``.
+
+    By a stable sort of all logits, which are as in ``reference_linear_cross_entropy``.
+    """
+    counted = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
+    if labels is not None:
+        counted = labels != ignore_index
+    logits = _logits(hidden, weight, counted, **of_logits)
+    lse = logits.logsumexp(-1)
+    in_order, order = logits.sort(dim=-1, descending=True, stable=True)
+    logprob = in_order - lse[..., None]
+    is_id = (in_order > -torch.inf) & (counted & lse.isfinite())[..., None]
+    if top_p is not None:
+        p = logprob.exp()
+        is_id &= p.cumsum(-1) - p < top_p
+    ids = order.where(is_id, -1)[..., :k]
+    best = logprob.where(is_id, -torch.inf)[..., :k]
+    best = best.masked_fill((counted & lse.isnan())[..., None], torch.nan)
+    if labels is None:
+        return ids, best, lse, None, None
+    place = labels.where(counted, 0)[..., None].long()
+    of_label = (logits.gather(-1, place)[..., 0] - lse).where(counted, 0.0)
+    rank = (order == place).int().argmax(-1).where(counted & ~lse.isnan(), -1)
+    return ids, best, lse.where(counted, 0.0), of_label, rank
+
+
 def _logits(
     hidden: Tensor,
     weight: Tensor,

@@ -22,6 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from flce_dist.kernels import gpu, tuning
+from flce_dist.kernels.best import gpu as best_gpu
+from flce_dist.kernels.best.asked import Noise
 from flce_dist.kernels.filtered import gpu as filter_gpu
 from flce_dist.kernels.ids.token_ids import entries_by_id
 from flce_dist.kernels.logits.column_cache import ColumnCache, new_window
@@ -42,7 +44,8 @@ HOT = (
     "linear_stats", "linear_stats cached", "merge", "merge entropy", "dlogits", "dlogits scaled",
     "linear_stats tempered", "dlogits tempered", "logits_at_ids", "kept_dlogits",
     "add_kept_dhidden", "kept_dweight", "counted_gemm counted", "linear_stats counted",
-    "dlogits counted", "linear_stats named",
+    "dlogits counted", "linear_stats named", "best_pass one", "best_pass rank", "best_pass many",
+    "best_pass sample", "label_tiles",
 )  # fmt: skip
 
 
@@ -120,6 +123,7 @@ def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
                 (" tempered", partial(dlogits, token, of=with_temperature)),
                 (" named", partial(scores, logits, out)),
                 (" counted", partial(counted, logits, out)),
+                *best(logits, token),
             ]
     return calls
 
@@ -165,6 +169,27 @@ def scores(logits: ShardLogits, out: torch.Tensor) -> None:
     entries = entries_by_id(ids, z)
     for into, adds in ((logits.weight, False), (logits.weight.float(), True)):
         gpu.dweight_of_ids(entries, logits.hidden, vocab_start_index=0, out=into, adds=adds)
+
+
+def best(logits: ShardLogits, token: torch.Tensor) -> list[tuple[str, Callable[[], Any]]]:
+    """Calls of the pass of best ids: of one, of many, of ranks alone, of samples; and the rest."""
+    call = partial(best_gpu.best_of_shard, logits, label_logit=None, noise=None)
+
+    def rest() -> None:
+        lse, counted = torch.empty(logits.T, dtype=torch.float64), logits.counted
+        best_gpu.label_logits(logits)
+        best_gpu.relative_to(token, token, torch.empty(2, logits.T, dtype=torch.float64))
+        best_gpu.merged_lse(token, torch.empty(2, logits.T, dtype=torch.float64))
+        keys = logits.labels.new_empty(2, logits.T, 64)
+        best_gpu.merged_ids(keys, lse, counted, k=64, top_p=0.9)
+
+    return [
+        (" one", partial(call, k=1)),
+        (" rank", partial(call, k=0, label_logit=token)),
+        (" many", partial(call, k=64)),
+        (" sample", partial(call, k=1, noise=Noise(1, logits.labels))),
+        ("", rest),
+    ]
 
 
 def filtered(logits: ShardLogits, main_grad: bool) -> None:

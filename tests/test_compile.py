@@ -25,6 +25,7 @@ TILES = (
     "linear_stats", "linear_stats cached", "dlogits", "dlogits scaled", "dlogits affine", "profile",
     "kept_dlogits", "add_kept_dhidden", "kept_dweight", "kept_dweight main_grad",
     "linear_stats named", "linear_stats counted", "dlogits counted", "counted_gemm counted",
+    "best_pass one", "best_pass rank", "best_pass many", "best_pass sample",
 )  # fmt: skip
 
 
@@ -78,6 +79,12 @@ def test_hopper_and_blackwell_use_their_tensor_cores_and_tma(compiled):
     unit = {"sm_90": "wgmma", "sm_100": "tcgen05"}
     missing = [describe(f) for f in half if f["arch"] in unit and not f[unit[f["arch"]]]]
     assert half and not missing
+
+
+def test_a_labels_logit_comes_from_the_tensor_cores_of_its_tile(compiled):
+    """Another unit would add products in another order, and ranks would miss equal logits."""
+    (of_labels,) = (f for f in compiled if f["kernel"] == "label_tiles")
+    assert of_labels["arch"] == "sm_90" and of_labels["wgmma"]
 
 
 def test_a_group_of_columns_is_summed_in_one_order_whatever_the_tile(compiled):

@@ -50,7 +50,8 @@ class TopK:
         if label_logit is not None and best.above is not None:
             label_rank = collectives.all_reduce_sum(best.above, group)
             label_rank = label_rank.where(counted & ~lse.isnan(), -1)
-            label_logprob = (label_logit.double() - lse).where(counted, 0.0).to(call.stats_dtype)
+            label_logprob = (label_logit.double() - lse).clamp_max(0.0).where(counted, 0.0)
+            label_logprob = label_logprob.to(call.stats_dtype)
         lse = lse.where(counted, 0.0).to(call.stats_dtype)
         of_tokens = (lse, 0), (ids, -1), (logprob, -math.inf), (label_logprob, 0), (label_rank, -1)
         first, *others = (_put_back(x, fill, operands.places, call.T_all) for x, fill in of_tokens)
@@ -72,7 +73,9 @@ class Sample:
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
         kernels, noise = kernels_of(call.impl), Noise(self.seed, operands.labels)
-        logits, counted = _gathered(call, operands._replace(labels=torch.zeros_like(noise.counters)))
+        logits, counted = _gathered(
+            call, operands._replace(labels=torch.zeros_like(noise.counters))
+        )
         best = kernels.best_of_shard(logits, k=1, label_logit=None, noise=noise)
         lse = merged_lse(call, best)
         assert best.pairs is not None
@@ -80,7 +83,7 @@ class Sample:
         is_id = ids >= 0
         logits = logits._replace(labels=ids.where(is_id, call.options.ignore_index))
         z = collectives.all_reduce_sum(kernels.label_logits(logits), call.tp_group)
-        logprob = (z.double() - lse).where(is_id | lse.isnan(), -torch.inf)
+        logprob = (z.double() - lse).clamp_max(0.0).where(is_id | lse.isnan(), -torch.inf)
         return logprob.to(call.stats_dtype), (ids,), ()
 
 

@@ -90,7 +90,7 @@ def merged_ids(
     value, order = value.sort(dim=1, descending=True, stable=True)
     value, id = value[:, :k], id.gather(1, order)[:, :k]
     is_id = (value > -torch.inf) & (counted & ~lse.isnan())[:, None]
-    logprob = (value - lse[:, None]).where(is_id, -torch.inf)
+    logprob = (value - lse[:, None]).clamp_max(0.0).where(is_id, -torch.inf)
     if top_p is not None:
         mass = logprob.exp().cumsum(1)
         kept = 1 + (is_id & (mass < top_p)).sum(1, keepdim=True)

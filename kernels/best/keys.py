@@ -14,6 +14,13 @@ def ordered(x):
 
 
 @triton.jit
+def next_above(x):
+    """The least fp32 number above x."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return (bits + tl.where(bits < 0, -1, 1)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def key_of(x, id):
     """The key of logit x, fp32, and id, which is below 2^31; never LOWEST_KEY for a number."""
     return (ordered(x).to(tl.int64) << 32) | (0x7FFFFFFF - id).to(tl.int64)

@@ -4,8 +4,8 @@ T = tokens, N = groups of columns, num_v = tiles of columns.
 
 A group has its largest logit m and the sum s of ``exp(z - m)``, and its term is ``s * exp(m)``.
 Terms are added exactly (``exact_sums``), so that bits depend neither on the order nor on shards.
-Bins are those of ``exp(z)`` itself, without a reference: bin b begins at ``2 ** (38 b)``, and limbs
-are multiples of that power.
+Bins are those of ``exp(z)`` itself, without a reference: bin b begins at ``2 ** (38 b)``. Limbs are
+divided by that power for the top bin, so that they are numbers of fp64.
 """
 
 import torch
@@ -19,6 +19,7 @@ from flce_dist.kernels.tuning import next_power_of_2
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
+_BIN_BELOW = tl.constexpr(2.0**-38)
 _AT_ONCE = 2048  # numbers of a block: what the registers of 4 warps hold
 _TOKENS = 128  # of a program of the small kernels
 
@@ -32,12 +33,12 @@ def _bin_of(largest):
 
 @triton.jit
 def _terms(largest, total, bin):
-    """``total * exp(largest)`` over ``2 ** (38 bin)`` in fp64; its fp32 factor has no bin in it."""
+    """``total * exp(largest)`` over ``2 ** (38 bin)``, rounded before it is divided; fp64."""
     exponent = tl.where(largest == -float("inf"), 0.0, largest).to(tl.float64) * _LOG2E
     whole = tl.floor(exponent)
-    factor = total * tl.exp2((exponent - whole).to(tl.float32))
+    factor = total.to(tl.float64) * tl.exp2(exponent - whole)
     shift = tl.maximum(tl.minimum(whole - bin * BIN_BITS, 200.0), -1000.0)
-    return factor.to(tl.float64) * ((shift + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+    return factor * ((shift + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["T", "stride_sums"])
@@ -134,6 +135,7 @@ def _relative_kernel(
     high = tl.load(sums_ptr + offs_t, mask=mask_t, other=0.0)
     low = tl.load(sums_ptr + T + offs_t, mask=mask_t, other=0.0)
     high, _, low = lower_limbs(high, high, low, risen, 2)
+    low *= tl.where(risen == 1, _BIN_BELOW, 1.0)  # limbs are relative to the top bin
     tl.store(sums_ptr + offs_t, high, mask=mask_t)
     tl.store(sums_ptr + T + offs_t, low, mask=mask_t)
 

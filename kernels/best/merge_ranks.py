@@ -32,7 +32,8 @@ def _merge_ranks_kernel(
     lse = tl.load(lse_ptr + t, mask=mask_t, other=0.0)
     is_counted = tl.load(counted_ptr + t, mask=mask_t, other=0) != 0
     is_id = (keys != LOWEST_KEY) & is_counted & (lse == lse)
-    logprob = tl.where(is_id, logit_of(keys).to(tl.float64) - lse, -float("inf")).to(tl.float32)
+    logprob = tl.minimum(logit_of(keys).to(tl.float64) - lse, 0.0)
+    logprob = tl.where(is_id, logprob, -float("inf")).to(tl.float32)
     if top_p is not None:
         mass = tl.cumsum(tl.exp2(logprob * 1.4426950408889634), axis=1)
         kept = 1 + tl.sum((is_id & (mass < top_p)).to(tl.int32), axis=1)[:, None]

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.best.asked import Noise, ShardBest
-from flce_dist.kernels.best.keys import LOWEST_KEY
+from flce_dist.kernels.best.keys import LOWEST_KEY, next_above
 from flce_dist.kernels.best.merge_groups import merge_groups
 from flce_dist.kernels.best.noise import gumbel
 from flce_dist.kernels.best.winners import winners
@@ -95,12 +95,10 @@ def _best_pass_kernel(
         _store_groups(part_ptr, x, pid_v, plane, T, offs_t, mask_t, GROUP_V)
         of_tile = pid_v.to(tl.int64) * T + offs_t
         if above_ptr is not None:
-            comes_first = (x > label_logit[:, None]) | (
-                (x == label_logit[:, None]) & (offs_v[None, :] < label[:, None])
-            )
-            if not EVEN_V:
-                comes_first &= (offs_v < V)[None, :]
-            above = tl.sum(comes_first.to(tl.int32), axis=1)
+            # One comparison: equal logits of smaller ids come first, too.
+            before = offs_v[None, :] < tl.minimum(label, V)[:, None]
+            least = tl.where(before, label_logit[:, None], next_above(label_logit)[:, None])
+            above = tl.sum((x >= least).to(tl.int32), axis=1)
             tl.store(above_ptr + of_tile, above, mask=mask_t)
         if score_ptr is not None:
             score = x

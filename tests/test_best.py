@@ -1,0 +1,295 @@
+"""``linear_top_k`` on one rank: ids, log-probabilities, the label's rank, nuclei."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flce_dist import linear_logprob, linear_top_k
+from flce_dist.kernels.best import eager, shard_pass, winners
+from tests.best_problem import (
+    Asked,
+    T,
+    V,
+    best,
+    close,
+    compare,
+    compare_real,
+    equal,
+    problem,
+    real_problem,
+    reference,
+    same_bits,
+)
+from tests.problems import both, each_dtype, interpreted, poisoned_memory, with_logits
+
+sizes = pytest.mark.parametrize("k", [None, 1, 2, 40])
+
+
+@sizes
+@each_dtype
+@both
+def test_ties_and_ranks_are_those_of_a_stable_sort(
+    impl: str, dtype: torch.dtype, k: int | None
+) -> None:
+    with poisoned_memory():
+        asked = problem(dtype, k)
+        compare(best(asked, impl), asked)
+
+
+@both
+def test_without_labels_no_token_is_ignored(impl: str) -> None:
+    asked = problem(labelled=False)
+    found = best(asked, impl)
+    compare(found, asked)
+    assert found.label_rank is None and found.label_logprob is None
+
+
+@sizes
+def test_in_fp64(k: int | None) -> None:
+    asked = problem(torch.float64, k)
+    compare(best(asked), asked)
+
+
+@both
+@pytest.mark.parametrize("k", [1, 7])
+@pytest.mark.parametrize("options", [
+    {"softcap": 3.0},
+    {"logit_scale": -0.25},
+    {"temperature": 0.6},
+    {"temperature": torch.linspace(0.2, 3, T), "softcap": 5.0, "logit_scale": 2.0},
+    {"vocab_size": V, "rows": V + 10},
+], ids=str)  # fmt: skip
+def test_options(impl: str, options: dict[str, Any], k: int) -> None:
+    asked = real_problem(k=k, **options)
+    compare_real(best(asked, impl), asked, 1e-4)
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_of_half_operands(impl: str, dtype: torch.dtype) -> None:
+    """Whose logits are fp32 sums: no id is closer to its neighbour than that."""
+    asked = real_problem(dtype, 9)
+    compare_real(best(asked, impl), asked, 1e-4)
+
+
+@both
+@pytest.mark.parametrize("left", [0, 1, 3])
+def test_more_ids_are_asked_for_than_are_not_banned(impl: str, left: int) -> None:
+    asked = problem(labelled=False)
+    assert asked.bias is not None
+    asked.bias[:] = -torch.inf
+    asked.bias[torch.tensor([300, 70, 2][:left], dtype=torch.long)] = 1.0
+    found = best(asked, impl)
+    compare(found, asked)
+    assert found.ids is not None and ((found.ids >= 0).sum(1) == left).all()
+
+
+@both
+@pytest.mark.parametrize("k", [1, 5, V])
+def test_all_logits_are_equal(impl: str, k: int) -> None:
+    z, labels = torch.full((2, V), 3.0), torch.tensor([0, V - 1])
+    inputs = with_logits(z, labels)
+    asked = Asked(inputs.hidden, inputs.weight, None, k, {"labels": labels})
+    found = best(asked, impl)
+    compare(found, asked)
+    assert found.label_rank is not None and found.label_rank.tolist() == [0, V - 1]
+
+
+@both
+@pytest.mark.parametrize("k", [1, 4])
+def test_extreme_logits(impl: str, k: int) -> None:
+    """One far above, all far below -88, both zeros, and a span that no exponential has."""
+    g = torch.Generator().manual_seed(0)
+    z = torch.randn(6, V, generator=g)
+    z[0, 200] = 1e4
+    z[1] -= 500.0
+    z[2] = torch.where(torch.arange(V) % 2 == 0, 0.0, -0.0)
+    z[3] = torch.linspace(-1e5, 1e5, V)
+    z[4] = z[3].flip(0)
+    z[5] *= 1e30
+    labels = torch.tensor([200, 5, 7, V - 1, V - 1, 0])
+    inputs = with_logits(z, labels)
+    asked = Asked(inputs.hidden, inputs.weight, None, k, {"labels": labels})
+    found, truth = best(asked, impl), reference(asked)
+    assert equal(found.ids, truth.ids) and equal(found.label_rank, truth.label_rank)
+    for t in range(6):
+        close(found.lse[t], truth.lse[t])
+    assert found.logprob is not None and found.logprob[0, 0] == 0.0
+
+
+@both
+@pytest.mark.parametrize("k", [None, 1, 3])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_a_number_has_no_id(impl: str, k: int | None, bad: float) -> None:
+    """Of a token alone; of a column in every token, whatever its logits' place."""
+    asked = problem(k=k, labelled=False)
+    asked = asked.changed(labels=torch.zeros(T, dtype=torch.long))
+    asked.hidden[4] = bad
+    found = best(asked, impl)
+    others = torch.arange(T) != 4
+    compare(
+        found._replace(**{name: x[others] for name, x in found._asdict().items() if x is not None}),
+        replace(asked, hidden=asked.hidden[others]).changed(labels=asked.options["labels"][others]),
+    )
+    weight = asked.weight.clone()
+    weight[123] = torch.nan
+    everywhere = best(replace(asked, weight=weight), impl)
+    for of, t in ((found, slice(4, 5)), (everywhere, slice(None))):
+        assert of.label_rank is not None and of.label_logprob is not None
+        assert of.lse[t].isnan().all() and of.label_logprob[t].isnan().all()
+        assert (of.label_rank[t] == -1).all()
+        if of.ids is not None and of.logprob is not None:
+            assert (of.ids[t] == -1).all() and of.logprob[t].isnan().all()
+
+
+@both
+@pytest.mark.parametrize("k", [None, 1, 4])
+def test_no_tokens(impl: str, k: int | None) -> None:
+    asked = problem(k=k, tokens=0)
+    found = best(asked, impl)
+    assert found.lse.shape == (0,) and found.label_rank is not None
+    if k is not None:
+        assert found.ids is not None and found.ids.shape == (0, k)
+        ids, offsets = found.csr()
+        assert ids.shape == (0,) and offsets.tolist() == [0]
+
+
+@both
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 1.0])
+def test_nucleus(impl: str, top_p: float) -> None:
+    asked = replace(real_problem(k=30), options={"top_p": top_p, "temperature": 0.7})
+    found, truth = best(asked, impl), reference(asked)
+    assert equal(found.ids, truth.ids)
+    close(found.logprob, truth.logprob)
+    whole = reference(replace(asked, options={"temperature": 0.7}, k=V))
+    assert whole.logprob is not None and found.ids is not None
+    size = 1 + (whole.logprob.exp().cumsum(1) < top_p).sum(1)
+    assert torch.equal((found.ids >= 0).sum(1), size.clamp_max(30))
+
+
+@both
+def test_a_nucleus_is_what_scores_take(impl: str) -> None:
+    """As CSR, or with padding: the same distribution over the token's own ids."""
+    asked = replace(real_problem(k=30), options={"top_p": 0.8})
+    found = best(asked, impl)
+    ids, offsets = found.csr()
+    assert found.ids is not None and len(ids) < found.ids.numel()
+    take = dict(bias=asked.bias, over="ids")
+    flat = linear_logprob(asked.hidden, asked.weight, ids, offsets=offsets, **take)  # type: ignore[arg-type]
+    padded = linear_logprob(asked.hidden, asked.weight, found.ids, **take)  # type: ignore[arg-type]
+    assert torch.equal(padded.logprob[found.ids >= 0], flat.logprob)
+    assert found.logprob is not None
+    close(padded.logprob.where(found.ids >= 0, -torch.inf), found.logprob.double().log_softmax(1))
+
+
+@both
+def test_only_tokens_that_count(impl: str) -> None:
+    asked = problem()
+    everywhere = best(asked, impl)
+    fewer = best(asked.changed(max_counted=T - 1), impl)
+    assert same_bits(fewer, everywhere)
+    with pytest.raises(ValueError, match="max_counted must be at least the 10 tokens"):
+        best(asked.changed(max_counted=9))
+
+
+@both
+def test_shapes_and_strides(impl: str) -> None:
+    asked = problem()
+    labels = asked.options["labels"].view(3, 4)
+    hidden = asked.hidden.repeat_interleave(2, 1)[:, ::2].view(3, 4, -1)
+    weight = asked.weight.T.contiguous().T
+    shaped = replace(asked, hidden=hidden, weight=weight).changed(labels=labels)
+    found, flat = best(shaped, impl), best(asked, impl)
+    assert found.ids is not None and found.ids.shape == (3, 4, 5) and found.lse.shape == (3, 4)
+    assert found.csr()[1].shape == (T + 1,)
+    assert same_bits([x.flatten() for x in found if x is not None], [x.flatten() for x in flat])  # type: ignore[union-attr]
+
+
+def test_autocast_casts_the_operands() -> None:
+    asked = real_problem(k=3)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = best(asked)
+    assert same_bits(found, best(asked.to(torch.bfloat16)))
+
+
+@both
+@pytest.mark.parametrize("k", [1, 40])
+def test_chunks_of_tokens_change_no_bit(impl: str, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = problem(k=k)
+    whole = best(asked, impl)
+    monkeypatch.setattr(shard_pass, "PART_BYTES", 4 * 6 * 5 * 5)
+    monkeypatch.setattr(eager, "SCRATCH_BYTES", 4 * V * 5)
+    assert same_bits(best(asked, impl), whole)
+
+
+@interpreted
+@pytest.mark.parametrize("order", ["rising", "falling", "equal", "few blocks", "random"])
+@pytest.mark.parametrize("k", [3, 60])
+def test_candidates_that_do_not_fit_into_the_buffer(
+    order: str, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best of what was read are kept, the bound rises, and equal logits are no more read."""
+    monkeypatch.setattr(winners, "AT_ONCE", 64)
+    monkeypatch.setattr(winners, "_SORTED", 4)
+    g = torch.Generator().manual_seed(0)
+    rising = torch.arange(V).float()
+    z = {
+        "rising": rising, "falling": -rising, "equal": 0 * rising,
+        "few blocks": (rising < 100) * torch.randint(50, (V,), generator=g) + 0.0,
+        "random": torch.randn(V, generator=g),
+    }[order]  # fmt: skip
+    labels = torch.tensor([5])
+    inputs = with_logits(z[None], labels)
+    asked = Asked(inputs.hidden, inputs.weight, None, k, {"labels": labels})
+    compare(best(asked, "triton"), asked)
+
+
+@interpreted
+def test_waves_are_full_and_memory_has_a_bound() -> None:
+    hidden, weight = torch.empty(8192, 8), torch.empty(128256, 8)
+    labels = torch.zeros(8192, dtype=torch.long)
+    logits = shard_pass.ShardLogits(hidden, weight, None, labels, 0, -100, 1.0, None)
+    for k, counts in ((0, True), (1, True), (64, False)):
+        step = shard_pass._chunk_tokens(logits, k, counts=counts)
+        assert 0 < step < 8192 and step % 32 == 0
+        if k > 1:
+            assert 4 * step * 128256 <= shard_pass.LOGITS_BYTES
+
+
+@pytest.mark.parametrize(("arguments", "complaint"), [
+    ({"k": 0}, r"k must be None or an int within \[1, 2048\], got 0"),
+    ({"k": 2049}, r"k must be None or an int within \[1, 2048\], got 2049"),
+    ({"k": True}, "k must be None or an int"),
+    ({"k": None}, "k or labels must be given"),
+    ({"top_p": 0.0}, "top_p must be None or a float above 0 and at most 1"),
+    ({"top_p": 1.5}, "top_p must be None or a float above 0 and at most 1"),
+    ({"k": None, "top_p": 0.5, "labels": torch.zeros(T, dtype=torch.long)}, "k must be given with"),
+    ({"max_counted": 3}, "labels must be given with max_counted"),
+    ({"temperature": 0.0}, "temperature must be a float that is finite and above 0"),
+    ({"labels": torch.zeros(T + 1, dtype=torch.long)}, r"labels must be \(12,\)"),
+    ({"labels": torch.full((T,), V)}, r"labels must be within \[0, 330\)"),
+    ({"tp_invariant": True, "impl": "eager"}, "tp_invariant=True needs impl='triton'"),
+    ({"schedule": "cached"}, "unexpected keyword argument 'schedule'"),
+])  # fmt: skip
+def test_refusals(arguments: dict[str, Any], complaint: str) -> None:
+    asked = problem(labelled=False)
+    given = {"k": 3, **arguments}
+    with pytest.raises((ValueError, NotImplementedError, TypeError), match=complaint):
+        linear_top_k(asked.hidden, asked.weight, **given)
+
+
+def test_gradients_are_refused_by_name() -> None:
+    asked = problem(labelled=False)
+    weight = asked.weight.requires_grad_()
+    with pytest.raises(NotImplementedError, match="linear_top_k has no gradients, got weight"):
+        linear_top_k(asked.hidden, weight, 2)
+    with torch.no_grad():
+        found = linear_top_k(asked.hidden, weight, 2)
+    assert not any(x.requires_grad for x in found if x is not None)
+
+
+def test_csr_needs_ids() -> None:
+    with pytest.raises(ValueError, match="csr needs ids"):
+        best(problem(k=None)).csr()

@@ -1,0 +1,115 @@
+"""``linear_top_k`` on ranks that share the vocabulary: the ids of one rank, whatever the shards."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from flce_dist import linear_top_k
+from tests.best_problem import (
+    best,
+    close,
+    compare,
+    compare_real,
+    on_ranks,
+    problem,
+    real_problem,
+    same_bits,
+)
+from tests.on_ranks import on_ranks as on_forked_ranks
+from tests.problems import both
+from tests.test_dtensor import mesh_of
+
+pytestmark = pytest.mark.usefixtures("one_launch_at_a_time")
+
+
+@both
+@pytest.mark.parametrize("P", [2, 3])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("k", [None, 1, 5])
+def test_ties_are_broken_across_ranks(
+    impl: str, P: int, sequence_parallel: bool, k: int | None
+) -> None:
+    asked = problem(k=k, vocab_size=327)
+    compare(on_ranks(asked, P, impl, sequence_parallel=sequence_parallel), asked)
+
+
+@both
+def test_more_ids_than_a_rank_has_rows_and_ranks_without_rows(impl: str) -> None:
+    """Of 9 rows on 8 ranks the first four have two each, the fifth one, the others none."""
+    asked = problem(k=7, rows=9)
+    assert asked.bias is not None
+    asked.bias[1:4] = -torch.inf
+    compare(on_ranks(asked, 8, impl, sequence_parallel=False), asked)
+
+
+@both
+def test_logits_that_differ_in_magnitude_between_ranks(impl: str) -> None:
+    """Bins of exponentials that are far apart, and a rank whose columns are all banned."""
+    asked = real_problem(k=3)
+    assert asked.bias is not None
+    asked.bias[:110] -= 70.0
+    asked.bias[110:220] += 25.0
+    asked.bias[220:] = -torch.inf
+    asked.options["labels"].clamp_(max=219)
+    compare_real(on_ranks(asked, 3, impl), asked, 1e-4)
+
+
+def test_what_ranks_send() -> None:
+    for k, labelled, expected in [
+        (4, True, [
+            "allreduce SUM float32[12]", "allreduce MAX float32[12]", "allreduce SUM float64[24]",
+            "allgather int64[48]", "allreduce SUM int64[12]",
+        ]),
+        (1, False, [
+            "allreduce MAX float32[12]", "allreduce SUM float64[24]", "allgather int64[12]",
+        ]),
+    ]:  # fmt: skip
+        calls: list[Any] = []
+        on_ranks(problem(k=k, labelled=labelled), 2, "triton", calls=calls)
+        assert [call.replace("_into_tensor", "") for call in calls] == expected
+
+
+@pytest.mark.parametrize("k", [None, 1, 6])
+def test_the_same_bits_for_any_number_of_ranks_and_tokens(k: int | None) -> None:
+    asked = real_problem(torch.bfloat16, k, rows=360, vocab_size=330)
+    asked.hidden[::3] *= 9.0  # exponentials of many magnitudes
+    one = best(asked, "triton", tp_invariant=True)
+    for P in (2, 5):
+        assert same_bits(on_ranks(asked, P, "triton", tp_invariant=True), one), P
+    labels = asked.options["labels"]
+    few = replace(asked, hidden=asked.hidden[4:7]).changed(labels=labels[4:7])
+    found = on_ranks(few, 2, "triton", tp_invariant=True)
+    assert same_bits(found, [None if x is None else x[4:7] for x in one])
+
+
+@both
+def test_sequences_that_are_split_along_their_second_dimension(impl: str) -> None:
+    asked, P = problem(k=4), 2
+    hidden, labels = asked.hidden.view(3, 4, -1), asked.options["labels"].view(3, 4)
+    shaped = replace(asked, hidden=hidden).changed(labels=labels, sequence_dim=1)
+    found, flat = on_ranks(shaped, P, impl, sequence_parallel=True), best(asked, impl)
+    for x, of_flat in zip(found, flat, strict=True):
+        close(x.flatten(0, 1), of_flat)
+
+
+@pytest.mark.parametrize("tokens", [Replicate(), Shard(0)], ids=str)
+@on_forked_ranks(2)
+def test_dtensors(group: Any, tokens: Any) -> None:
+    asked, mesh = problem(rows=331), mesh_of(2)
+    assert asked.bias is not None
+    hidden, weight, bias, labels = (
+        distribute_tensor(x, mesh, [at])
+        for x, at in (
+            (asked.hidden, tokens), (asked.weight, Shard(0)), (asked.bias, Shard(0)),
+            (asked.options["labels"], Replicate()),
+        )
+    )  # fmt: skip
+    found = linear_top_k(
+        hidden, weight, 5, labels=labels, bias=bias, tp_group=mesh.get_group(),
+        sequence_parallel=tokens == Shard(0),
+    )  # fmt: skip
+    assert all(type(x) is torch.Tensor for x in found)
+    compare(found, asked)
