@@ -1,6 +1,7 @@
 """``scores``: a model's log-probabilities at ids in place of its logits."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +29,23 @@ def scores(
         ``TokenScores`` with logprob [b, s, K], or [N], and the others [b, s]. On a pipeline stage
         without output layer what the model returns.
     """
+    compute = functools.partial(
+        _scores_of, ids=ids, offsets=offsets, over=over, temperature=temperature,
+        with_entropy=with_entropy, tp_invariant=tp_invariant, schedule=schedule,
+        max_logits_bytes=max_logits_bytes,
+    )  # fmt: skip
+    return instead_of_logits(model, TokenScores, compute, args, kwargs)
+
+
+def instead_of_logits(
+    model: Any, kind: type, compute: Callable[..., Any], args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:  # fmt: skip
+    """Run ``model(*args, **kwargs)``, whose output layer does ``compute``; return what that does.
+
+    That is of this kind of named tuple, which a wrapper of the model may make a plain one.
+    On a pipeline stage without output layer return what the model does.
+    """
     owner = model
     while hasattr(owner, "module"):
         owner = owner.module
@@ -36,34 +54,30 @@ def scores(
     if not checks.is_plugged(owner):
         raise ValueError("model must be one that use_linear_cross_entropy was called with")
     layer = checks.fused_layer(owner.output_layer)
-    layer.scoring = functools.partial(
-        _scores_of, ids=ids, offsets=offsets, over=over, temperature=temperature,
-        with_entropy=with_entropy, tp_invariant=tp_invariant, schedule=schedule,
-        max_logits_bytes=max_logits_bytes,
-    )  # fmt: skip
+    layer.scoring = compute
     try:
         found = model(*args, **kwargs)
     finally:
         layer.scoring = None
     if isinstance(found, Tensor) or kwargs.get("output_processor") is not None:
         raise NotImplementedError(
-            "scores needs a model called without labels and output_processor, config without "
-            "config_logger_dir, and model.output_layer without wrappers, patches and hooks of "
-            "others"
+            "scores and best_ids need a model called without labels and output_processor, config "
+            "without config_logger_dir, and model.output_layer without wrappers, patches and hooks "
+            "of others"
         )
-    return TokenScores(*found)
+    return kind(*found)
 
 
 def _scores_of(layer: Any, hidden: Tensor, weight: Tensor, *, scale: float, **given: Any) -> Any:
     """Return scores [b, s] of hidden [s, b, H]."""
     if given["offsets"] is not None and hidden.shape[1] != 1:
         raise ValueError(f"offsets need a batch of one row, got {hidden.shape[1]}")
-    given = {name: _transposed(x) for name, x in given.items()}
+    given = {name: transposed(x) for name, x in given.items()}
     options = {name: layer.loss_keywords[name] for name in ("softcap", "vocab_size", "impl")}
     found = linear_logprob(hidden, weight, **given, **options, **layer.keywords_for(weight, scale))
-    return TokenScores(*map(_transposed, found))
+    return TokenScores(*map(transposed, found))
 
 
-def _transposed(x: Any) -> Any:
+def transposed(x: Any) -> Any:
     """[b, s, ...] to [s, b, ...] and back; what is no such tensor stays as it is."""
     return x.transpose(0, 1).contiguous() if isinstance(x, Tensor) and x.dim() > 1 else x
