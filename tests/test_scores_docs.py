@@ -5,11 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce_dist import linear_logprob
+from flce_dist import linear_logprob, linear_top_k
 from flce_dist.testing import relative_rms
 
 PAGE = (Path(__file__).parent.parent / "docs" / "scores.md").read_text()
@@ -18,7 +19,8 @@ T, V, H, K = 12, 40, 16, 4
 
 def recipe(name: str) -> Callable[..., Tensor]:
     (source,) = re.findall(rf"^```python\n(def {name}\(.*?)^```$", PAGE, re.M | re.S)
-    names: dict[str, Any] = {"torch": torch, "F": F, "linear_logprob": linear_logprob}
+    names: dict[str, Any] = {"torch": torch, "F": F}
+    names |= {"linear_logprob": linear_logprob, "linear_top_k": linear_top_k}
     exec(compile(source, f"docs/scores.md, {name}", "exec"), names)
     return names[name]
 
@@ -56,7 +58,7 @@ def policy_loss(logprob: Tensor, chosen: Tensor, old: Tensor, advantage: Tensor)
 
 
 def test_every_recipe_is_tested() -> None:
-    tested = "ppo_loss", "candidate_kl", "preference_loss", "grpo_loss", "top_k_kl"
+    tested = "ppo_loss", "candidate_kl", "preference_loss", "grpo_loss", "top_k_kl", "distil_top_k"
     assert set(re.findall(r"^def (\w+)", PAGE, re.M)) == {*tested}
 
 
@@ -87,6 +89,37 @@ def test_distillation_of_a_top_k_with_the_rest() -> None:
 
     kl = recipe("top_k_kl")
     check(lambda h, w: kl(h, w, ids, teacher), dense)
+
+
+@pytest.mark.parametrize("top_p", [None, 0.3])
+def test_a_teachers_top_k_reaches_the_student(top_p: float | None) -> None:
+    """As verl's forward KL at the teacher's ids, and NeMo-RL's, which renormalises both."""
+    g = torch.Generator().manual_seed(6)
+    teacher = [torch.randn(n, 2 * H, generator=g, dtype=torch.float64) / H**0.5 for n in (T, V)]
+    logprob = (teacher[0] @ teacher[1].T / 0.7).log_softmax(-1)
+    target, ids = logprob.sort(descending=True)
+    target, ids = target[:, :K], ids[:, :K]
+    if top_p is not None:
+        kept = target.exp().cumsum(-1) - target.exp() < top_p
+        assert not kept.all() and kept[:, 1].any()
+        target = target.where(kept, -torch.inf)
+
+    def whole(hidden: Tensor, weight: Tensor) -> Tensor:
+        student = (hidden @ weight.T / 0.7).log_softmax(-1).gather(-1, ids)
+        each = target.exp() * (target.clamp_min(-1e30) - student)
+        return each.sum(-1).mean()
+
+    distil = recipe("distil_top_k")
+    check(lambda h, w: distil(h, w, *teacher, K, top_p, 0.7), whole)
+
+    def renormalised(hidden: Tensor, weight: Tensor) -> Tensor:
+        student = (hidden @ weight.T).gather(-1, ids).where(target > -torch.inf, -torch.inf)
+        p, student = target.softmax(-1), student.log_softmax(-1)
+        return (p * (p.log() - student).where(p > 0, 0.0)).sum(-1).mean()
+
+    best = linear_top_k(*teacher, K, top_p=top_p, temperature=0.7)
+    candidates = recipe("candidate_kl")
+    check(lambda h, w: candidates(h, w, best.ids, best.logprob), renormalised)
 
 
 def test_ppo_over_a_samplers_mask() -> None:
