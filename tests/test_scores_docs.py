@@ -95,7 +95,7 @@ def test_distillation_of_a_top_k_with_the_rest() -> None:
 def test_a_teachers_top_k_reaches_the_student(top_p: float | None) -> None:
     """As verl's forward KL at the teacher's ids, and NeMo-RL's, which renormalises both."""
     g = torch.Generator().manual_seed(6)
-    teacher = [torch.randn(n, 2 * H, generator=g, dtype=torch.float64) / H**0.5 for n in (T, V)]
+    teacher = [torch.randn(n, 2 * H, generator=g, dtype=torch.float64) / H**0.25 for n in (T, V)]
     logprob = (teacher[0] @ teacher[1].T / 0.7).log_softmax(-1)
     target, ids = logprob.sort(descending=True)
     target, ids = target[:, :K], ids[:, :K]

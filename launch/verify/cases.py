@@ -43,6 +43,7 @@ class Variant:
     skips: bool = False  # most tokens are ignored, and skip_ignored is set
     filtered: bool = False  # by filter_eps, on data of which some tiles are not kept
     over: Over | None = None  # scores at ids instead of a loss
+    best: int = 0  # so many best ids of each token, ranks and samples instead of a loss
 
     @property
     def title(self) -> str:
@@ -119,6 +120,17 @@ def score_variants() -> list[Variant]:
     ]  # fmt: skip
 
 
+def best_variants() -> list[Variant]:
+    """The argmax, and more ids than the smallest shards have rows."""
+    return [
+        Variant("best id", "none", best=1),
+        Variant(
+            "best ids", "none", options=(("softcap", 15.0), ("logit_scale", 0.7)), bias=True,
+            tempered=True, padding=5, uneven=True, best=100,
+        ),
+    ]  # fmt: skip
+
+
 def filtered_variants() -> list[Variant]:
     """What the two rank-one GEMMs and the lists of tiles must get right, together."""
     options = ("label_smoothing", 0.1), ("z_loss_weight", 1e-3), ("logit_scale", 1.1)
@@ -179,6 +191,10 @@ def cases(
             if schedule == "recompute" and variant.name == "filter_eps":
                 yield replace(case, filter_eps=FILTER_EPS, max_logits_bytes=1)
                 yield replace(case, filter_eps=0.0)
+            continue
+        if variant.best:
+            if schedule == "cached":
+                yield replace(case, schedule="auto")
             continue
         if variant.over is not None:
             if schedule == "cached" and variant.over == "ids":

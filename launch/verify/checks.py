@@ -24,6 +24,7 @@ from flce_dist import (
 )
 from flce_dist.arguments.options import Impl
 from flce_dist.launch.process_group import Group, own_tokens, rank_and_size, reduced
+from flce_dist.launch.verify.best import best_results, check_best
 from flce_dist.launch.verify.cases import Case, Variant
 from flce_dist.launch.verify.data import Data
 from flce_dist.reference import reference_linear_cross_entropy, reference_linear_logprob
@@ -56,6 +57,8 @@ def make_truth(
 
     Filtered gradients are those of their definition, with the error of eager PyTorch's exact ones.
     """
+    if variant.best:
+        return Truth({}, {}, data.hidden.dtype)  # ``check_best`` has one of its own
     dtypes = (torch.float64, data.hidden.dtype)
     oracle, eager = (_textbook(data, variant, dtype, metric_gradients) for dtype in dtypes)
     truth = Truth(oracle, eager, data.hidden.dtype)
@@ -81,14 +84,16 @@ def run_case(
     T, rows = len(data.labels), len(data.weight)
     tokens = own_tokens(T, tp_group) if case.sequence_parallel else slice(T)
     own = slice(*vocab_range(rows, *rank_and_size(tp_group)))
+    if case.variant.best:
+        placed = _placed(case, own, tp_group, impl)
+        options = _options(case.variant, data)
+        found = best_results(data, tokens, own, case.variant.best, {**placed, **options})
+        same = _same_bits(found["lse"], tp_group)
+        return {**check_best(found, data, options), **same}
     results = _results(case, data, tokens, own, tp_group, impl)
     parts = {"dhidden": tokens, "dweight": own, "dbias": own}
     checks = {name: _check(name, x, truth, parts.get(name)) for name, x in results.items()}
-    if tp_group is not None:  # compare bits: how far apart are the ranks' losses?
-        ops = dist.ReduceOp.MIN, dist.ReduceOp.MAX
-        alike = results["loss" if case.variant.over is None else "logprob"]
-        low, high = (reduced(alike.clone(), tp_group, op) for op in ops)
-        checks["same loss"] = ErrorBudget(float((high - low).abs().sum()), 0.0)
+    checks |= _same_bits(results["loss" if case.variant.over is None else "logprob"], tp_group)
     if case.filter_eps == 0.0:
         exact = _results(replace(case, filter_eps=None), data, tokens, own, tp_group, impl)
         errors = [relative_rms(x, exact[name]) for name, x in results.items()]
@@ -103,13 +108,7 @@ def _results(
     call = linear_cross_entropy_with_metrics if case.variant.metrics else linear_cross_entropy
     eps = case.filter_eps
     leaves = _leaves(data, tokens, own, data.hidden.dtype)
-    placed = {
-        "vocab_range": (own.start, own.stop) if case.variant.uneven else None,
-        "tp_group": tp_group,
-        "sequence_parallel": case.sequence_parallel,
-        "impl": impl,
-    }
-    options = {**placed, **leaves, **_options(case.variant, data)}
+    options = {**_placed(case, own, tp_group, impl), **leaves, **_options(case.variant, data)}
     if case.variant.over is not None:
         scores = linear_logprob(schedule=case.schedule, with_entropy=True, **options)
         return _scores(scores, leaves, data)
@@ -123,6 +122,23 @@ def _results(
     )
     outputs = (out,) if isinstance(out, Tensor) else tuple(out)
     return _differentiate(outputs, leaves, data, case.metric_gradients)
+
+
+def _placed(case: Case, own: slice, tp_group: Group, impl: Impl | None) -> dict[str, Any]:
+    return {
+        "vocab_range": (own.start, own.stop) if case.variant.uneven else None,
+        "tp_group": tp_group,
+        "sequence_parallel": case.sequence_parallel,
+        "impl": impl,
+    }
+
+
+def _same_bits(x: Tensor, tp_group: Group) -> dict[str, ErrorBudget]:
+    """Compare bits: how far apart are the ranks' losses?"""
+    if tp_group is None:
+        return {}
+    low, high = (reduced(x.clone(), tp_group, op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX))
+    return {"same loss": ErrorBudget(float((high - low).abs().sum()), 0.0)}
 
 
 def _scores(out: Sequence[Tensor | None], leaves: dict[str, Tensor], data: Data) -> Results:
@@ -142,6 +158,8 @@ def _options(variant: Variant, data: Data) -> dict[str, Any]:
         given["temperature"] = data.temperature
     if variant.over is not None:
         return {"ids": data.ids, "over": variant.over, **given, **dict(variant.options)}
+    if variant.best:
+        return {**given, **dict(variant.options)}
     given["token_weight"] = data.token_weight
     return {"reduction": variant.reduction, **given, **dict(variant.options)}
 

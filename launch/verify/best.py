@@ -1,0 +1,63 @@
+"""How ``verify`` judges best ids, ranks and samples: by the log-probabilities of all ids in fp64.
+
+Logits that are nearly equal may rank in either order, so values are compared, and places within
+what rounding explains. T = tokens, V = whole vocabulary, k = ids of a token.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce_dist import linear_sample, linear_top_k
+from flce_dist.launch.verify.data import Data
+from flce_dist.reference import reference_linear_top_k
+from flce_dist.testing import ErrorBudget, relative_rms
+
+BUDGET = 1e-5
+"""Relative error of log-probabilities, as of the loss."""
+
+NATS = 1e-3
+"""By which logits may differ that rounding puts into another order: 3e-6 of one of 150 is less."""
+
+SEED = 2**33 + 5
+
+
+def best_results(
+    data: Data, tokens: slice, own: slice, k: int, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Return this rank's results, of all tokens: of best ids, then of samples."""
+    hidden, weight = data.hidden[tokens], data.weight[own]
+    options = {**options, "bias": None if data.bias is None else data.bias[own]}
+    best: Any = linear_top_k(hidden, weight, k, labels=data.labels, **options)
+    drawn = linear_sample(hidden, weight, SEED, **options)
+    return {**best._asdict(), "drawn": drawn.ids, "drawn_logprob": drawn.logprob}
+
+
+def check_best(found: dict[str, Tensor], data: Data, options: dict[str, Any]) -> dict[str, Any]:
+    """Compare results with the log-probabilities of all ids; ignored tokens must have none."""
+    every = reference_linear_top_k(
+        data.hidden.double(), data.weight.double(), data.vocab_size, labels=data.labels,
+        bias=None if data.bias is None else data.bias.double(), **options,
+    )  # fmt: skip
+    ids, logprob, lse, label_logprob, _ = every
+    counted = data.labels != -100
+    by_id = torch.empty_like(logprob[counted]).scatter_(1, ids[counted], logprob[counted])
+    of = {name: x[counted] for name, x in found.items()}
+    k = of["ids"].shape[1]
+    errors = {
+        "logprob": relative_rms(of["logprob"], logprob[counted, :k]),
+        "ids": relative_rms(by_id.gather(1, of["ids"]), logprob[counted, :k]),
+        "lse": relative_rms(of["lse"], lse[counted]),
+        "drawn": relative_rms(of["drawn_logprob"], by_id.gather(1, of["drawn"][:, None])[:, 0]),
+    }
+    checks = {name: ErrorBudget(error, BUDGET) for name, error in errors.items()}
+    assert label_logprob is not None
+    of_label = label_logprob[counted]
+    checks["label_logprob"] = ErrorBudget(relative_rms(of["label_logprob"], of_label), BUDGET)
+    least, most = ((by_id > of_label[:, None] + nats).sum(1) for nats in (NATS, -NATS))
+    is_right = (of["label_rank"] >= least) & (of["label_rank"] < most)
+    is_right &= (of["ids"].sort(1).values.diff() > 0).all(1)
+    ignored = [(x[~counted] != -1).sum() for x in (found["ids"], found["label_rank"])]
+    checks["places"] = ErrorBudget(float((~is_right).sum() + sum(ignored)), 0.0)
+    return checks
