@@ -45,6 +45,25 @@ def test_scores_are_measured_beside_the_loss(tmp_path):
         assert (r.dweight_error is None) == (r.over == "ids" or r.mode == "forward")
 
 
+def test_best_ids_are_measured_beside_one_gemm(tmp_path):
+    """Of ranks the loss is compared; of best ids and samples nothing is."""
+    runs = [
+        "{impl: eager, mode: forward}",
+        "{impl: eager, mode: forward, best: top_k, ids: 3}",
+        "{impl: eager, mode: forward, best: rank}",
+        "{impl: eager, mode: forward, best: sample}",
+    ]
+    assert run(tmp_path, "".join(f"  - {x}\n" for x in runs)) == 0
+    found = records(tmp_path)
+    names = {"eager best K=3 forward", "eager rank forward", "eager sample forward"}
+    assert {r.run.name for r in found if r.best is not None} == names
+    ops = {"top_k": "linear_top_k", "rank": "linear_top_k", "sample": "linear_sample"}
+    for r in found:
+        if r.best is not None:
+            assert r.status == "ok" and r.op == ops[r.best] and r.ratio is not None
+            assert (r.loss_error is not None) == (r.best == "rank")
+
+
 def test_smoke_grid_runs_everywhere(tmp_path, capsys):
     config = ROOT / "configs" / "bench" / "smoke.yaml"
     out = ["--out", str(tmp_path / "out" / "found.v1"), "--device", "cpu"]

@@ -81,6 +81,7 @@ def test_how_samples_are_taken_belongs_to_what_results_mean_and_where_they_go_do
 
 TOLD = RunSpec("canonical", max_counted=True)
 SCORES = RunSpec("eager", over="ids")
+BEST = RunSpec("eager", best="rank")
 TOLD_SCORES = RunSpec("eager", over="ids", max_counted=True)
 SHAPE, RUN, SP = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),), (RunSpec(sequence_parallel=True),)
 
@@ -98,6 +99,7 @@ SHAPE, RUN, SP = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),), (RunSpec(sequence
         "the loss 'eager auto' beside 'eager auto o",
     ),
     (BenchConfig(shapes=SHAPE, runs=(*RUN, TOLD_SCORES)), 1, "over is an option of .* token"),
+    (BenchConfig(shapes=SHAPE, runs=(BEST,)), 1, "best is of mode forward of .*, got 'eager auto"),
     (BenchConfig(shapes=SHAPE, runs=RUN), 4, "V must be divisible by the 4 ranks, got 30"),
     (BenchConfig(shapes=(ShapeSpec(T=5, V=30),), runs=SP), 2, "T must be divisible by .* 5"),
     (BenchConfig(shapes=(ShapeSpec(T=-2),), runs=RUN), 1, r"shapes\[0\]\.T must be .*-2"),

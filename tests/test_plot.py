@@ -13,7 +13,7 @@ from flce_dist.launch.about import caption
 from flce_dist.launch.bench.files import ProfiledRun, write_profiles, write_results
 from flce_dist.launch.bench.profiles import Activity, Profile, profile_of
 from flce_dist.launch.plot import __main__ as plot
-from flce_dist.launch.plot.figures import dial, memory, shares, timeline
+from flce_dist.launch.plot.figures import best, dial, memory, shares, timeline
 from flce_dist.launch.plot.scaling import efficiency, scaling
 from flce_dist.launch.yaml_config import ConfigError
 from tests.figures import ABOUT, GRADIENTS, MIB, assert_readable, record, texts
@@ -98,6 +98,22 @@ def test_what_is_no_result_file_is_named(tmp_path):
     write_results(tmp_path / "a", ABOUT, GRADIENTS)
     with pytest.raises(ConfigError, match="names of their own"):
         plot.main([str(tmp_path / "a.json")] * 2)
+
+
+def test_time_of_best_ids_against_their_number():
+    given = [(None, 1), ("rank", 1), ("sample", 1), ("top_k", 1), ("top_k", 64), ("top_k", 256)]
+    found = [
+        record("triton", 10.0 + i, mode="forward", best=what, ids=k, ratio=1.0 + i / 10)
+        for i, (what, k) in enumerate(given)
+    ]
+    figure: Any = best([record("gemm1", 10.0, mode="forward"), *found])
+    lines = {line.get_label(): line for line in figure.axes[0].lines}
+    assert set(lines) == {"best ids", "the loss", "ranks", "samples"}
+    assert np.asarray(lines["best ids"].get_xdata()).tolist() == [1, 64, 256]
+    assert np.allclose(lines["best ids"].get_ydata(), [1.3, 1.4, 1.5])
+    assert np.allclose(lines["ranks"].get_ydata(), 1.1)
+    assert_readable(figure)
+    assert best(found[:4]) is None  # one number of ids is no line
 
 
 def test_the_caption_says_what_the_numbers_hold_for():

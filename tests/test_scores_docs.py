@@ -95,8 +95,8 @@ def test_distillation_of_a_top_k_with_the_rest() -> None:
 def test_a_teachers_top_k_reaches_the_student(top_p: float | None) -> None:
     """As verl's forward KL at the teacher's ids, and NeMo-RL's, which renormalises both."""
     g = torch.Generator().manual_seed(6)
-    teacher = [torch.randn(n, 2 * H, generator=g, dtype=torch.float64) / H**0.25 for n in (T, V)]
-    logprob = (teacher[0] @ teacher[1].T / 0.7).log_softmax(-1)
+    operands = [torch.randn(n, 2 * H, generator=g, dtype=torch.float64) / H**0.25 for n in (T, V)]
+    logprob = (operands[0] @ operands[1].T / 0.7).log_softmax(-1)
     target, ids = logprob.sort(descending=True)
     target, ids = target[:, :K], ids[:, :K]
     if top_p is not None:
@@ -110,14 +110,14 @@ def test_a_teachers_top_k_reaches_the_student(top_p: float | None) -> None:
         return each.sum(-1).mean()
 
     distil = recipe("distil_top_k")
-    check(lambda h, w: distil(h, w, *teacher, K, top_p, 0.7), whole)
+    check(lambda h, w: distil(h, w, *operands, K, top_p, 0.7), whole)
 
     def renormalised(hidden: Tensor, weight: Tensor) -> Tensor:
         student = (hidden @ weight.T).gather(-1, ids).where(target > -torch.inf, -torch.inf)
         p, student = target.softmax(-1), student.log_softmax(-1)
         return (p * (p.log() - student).where(p > 0, 0.0)).sum(-1).mean()
 
-    best = linear_top_k(*teacher, K, top_p=top_p, temperature=0.7)
+    best = linear_top_k(operands[0], operands[1], K, top_p=top_p, temperature=0.7)
     candidates = recipe("candidate_kl")
     check(lambda h, w: candidates(h, w, best.ids, best.logprob), renormalised)
 

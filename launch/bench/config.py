@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from flce_dist.arguments.options import COUNT, POSITIVE, UNIT, ScheduleName
 from flce_dist.launch.bench.floors import FLOORS
-from flce_dist.launch.bench.peers import PEERS
+from flce_dist.launch.bench.peers import PEERS, TOP_K_PEER
 from flce_dist.launch.yaml_config import (
     BELOW_1,
     NOT_NEGATIVE,
@@ -47,8 +47,10 @@ class RunSpec:
     skip_ignored: bool = False
     over: Literal["vocabulary", "ids"] | None = None
     """Of ours: linear_logprob over these, and its ratio to the loss in place of a floor."""
+    best: Literal["top_k", "rank", "sample"] | None = None
+    """Of ours, forward: the best ids, the label's rank alone, or one drawn id of each token."""
     ids: Annotated[int, SIZE] = 1
-    """Of each token, with over. The first is its label."""
+    """Of each token, with over and best ids. With over the first is its label."""
     spread: Literal["uniform", "zipf", "one"] = "uniform"
     """Of the other ids over the vocabulary; one: the same id everywhere."""
 
@@ -59,6 +61,11 @@ class RunSpec:
     @property
     def has_gradients(self) -> bool:
         return self.mode == "forward_backward" and self.impl not in FLOORS
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether what the run returns can be compared with the loss."""
+        return self.over != "ids" and self.best in (None, "rank")
 
     @property
     def name(self) -> str:
@@ -75,6 +82,8 @@ class RunSpec:
         words += [name for name in ("max_counted", "skip_ignored") if getattr(self, name)]
         if self.over is not None:
             words.append(f"over {self.over} K={self.ids} {self.spread}")
+        if self.best is not None:
+            words.append(f"best K={self.ids}" if self.best == "top_k" else self.best)
         if self.mode == "forward" and self.impl not in FLOORS:
             words.append("forward")
         return " ".join(words)
@@ -219,6 +228,10 @@ def check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
             require(run.is_ours and plain, scores)
             beside = f"runs must have the loss {floor_of(run)!r} beside {run.name!r}"
             require(floor_of(run) in names, beside)
+        if run.best is not None:
+            alone = run.over is None and run.mode == "forward" and shape.counted == 1.0
+            best = f"best is of mode forward {ours}, whose every token counts, got {run.name!r}"
+            require(alone and (run.is_ours or run.impl == TOP_K_PEER), best)
         for name in ("max_counted", "skip_ignored"):
             told = f"{name} is an option {ours}, got {run.name!r}"
             require(run.is_ours or not getattr(run, name), told)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.best import linear_sample, linear_top_k
 from flce_dist.launch.bench.config import BenchConfig, RunSpec
 from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.peers import PEERS, LossFunction, load_peer
@@ -99,6 +100,10 @@ class Measured:
         if run.over is not None:
             options["over"] = run.over
             self._loss_of = partial(_label_loss, ids=self.problem.ids_of(run), options=options)
+            return
+        if run.best is not None:
+            group = {name: options[name] for name in ("tp_group", "impl", "sequence_parallel")}
+            self._loss_of = partial(_best, run=run, options=group)
             return
         options["skip_ignored"] = run.skip_ignored
         if run.max_counted:
@@ -222,6 +227,19 @@ def _label_loss(
     """Return the mean loss of the label, the first of each token's ids."""
     logprob = linear_logprob(hidden, weight, ids, **options).logprob
     return torch.nn.functional.nll_loss(logprob, torch.zeros_like(labels))
+
+
+def _best(
+    hidden: Tensor, weight: Tensor, labels: Tensor, run: RunSpec, options: dict[str, Any]
+) -> Tensor:
+    """Return the mean loss if only labels are ranked, else numbers that all depends on."""
+    if run.best == "sample":
+        return linear_sample(hidden, weight, 1, **options).logprob
+    if run.best == "top_k":
+        return linear_top_k(hidden, weight, run.ids, **options).lse
+    label_logprob = linear_top_k(hidden, weight, labels=labels, **options).label_logprob
+    assert label_logprob is not None
+    return -label_logprob.mean()
 
 
 def _captured(call: Callable[[], Any]) -> Callable[[], Any]:

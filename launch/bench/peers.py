@@ -24,6 +24,7 @@ from flce_dist import linear_cross_entropy
 from flce_dist.launch.bench import megatron_peer
 from flce_dist.launch.process_group import own_tokens, reduced
 
+TOP_K_PEER = "torch_top_k"
 DROPPED_EPS = 2.0**-12
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(hidden [T, H], weight [V, H], labels [T]) -> mean loss``."""
@@ -57,6 +58,16 @@ def indexed(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Ours, of rows chosen by a mask: the host waits for their number."""
     counted = labels != -100
     return linear_cross_entropy(hidden[counted], weight, labels[counted])
+
+
+def top_k(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The 64 best ids by ``torch.topk`` of fp32 logits, of 1024 tokens at a time; returns lse."""
+    lse = []
+    for tokens in hidden.split(1024):
+        logits = F.linear(tokens, weight).float()
+        logits.topk(64)
+        lse.append(logits.logsumexp(-1))
+    return torch.cat(lse).mean()
 
 
 class _Dropped(torch.autograd.Function):
@@ -155,6 +166,7 @@ PEERS: dict[str, Peer] = {
     "canonical": Peer(lambda _: canonical),
     "torch_eager": Peer(lambda _: torch_eager),
     "indexed": Peer(lambda _: indexed),
+    TOP_K_PEER: Peer(lambda _: top_k),
     "torch_compile": _compiled(torch_eager),
     "torch_compile_fp32": _compiled(canonical),
     "torch_linear_cross_entropy": Peer(_load_torch_linear_cross_entropy),

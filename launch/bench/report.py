@@ -66,6 +66,7 @@ class Record:
     max_counted: bool = False
     skip_ignored: bool = False
     over: str | None = None  # of linear_logprob, as ids and spread
+    best: str | None = None  # of linear_top_k and linear_sample
     ids: int = 1
     spread: str = "uniform"
     launches: float | None = None  # kernels of one call, if it was profiled
@@ -101,6 +102,8 @@ def _make_record(
 ) -> Record:
     run, is_floor = found.run, found.run.impl in FLOORS
     of_ours = "linear_logprob" if run.over is not None else "linear_cross_entropy"
+    if run.best is not None:
+        of_ours = "linear_sample" if run.best == "sample" else "linear_top_k"
     given = dataclasses.asdict(run) | {"op": "floor" if is_floor else of_ours}
     given |= {"P": rank_and_size(found.problem.tp_group)[1], **shape.size}
     given |= {"counted": shape.counted, "contiguous": shape.contiguous, "flagged": shape.flagged}

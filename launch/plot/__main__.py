@@ -3,8 +3,9 @@
     python -m flce_dist.launch.plot runs/bench/peers.json runs/bench/dial.json --out runs/figures
 
 A file ``<name>.json`` gives the figures that its records are enough for: ``<name>-memory.png``,
-``-dial.png``, ``-shares.png``; a profile, ``<name>.profile.json``, ``<name>-timeline.png``; files
-of one grid, commit and kind of GPU on different numbers of ranks ``<first name>-scaling.png``.
+``-dial.png``, ``-shares.png``, ``-best.png``; a profile, ``<name>.profile.json``,
+``<name>-timeline.png``; files of one grid, commit and kind of GPU on different numbers of ranks
+``<first name>-scaling.png``.
 """
 
 from flce_dist.launch.program import run_program  # isort: skip  # before other packages
@@ -18,12 +19,12 @@ from matplotlib.figure import Figure
 
 from flce_dist.launch.about import caption
 from flce_dist.launch.bench.files import read_profiles, read_results
-from flce_dist.launch.plot.figures import dial, memory, shares, timeline
+from flce_dist.launch.plot.figures import best, dial, memory, shares, timeline
 from flce_dist.launch.plot.scaling import ResultFile, one_grid, scaling
 from flce_dist.launch.write import write_figure
 from flce_dist.launch.yaml_config import require
 
-FIGURES = {"memory": memory, "dial": dial, "shares": shares}
+FIGURES = {"memory": memory, "dial": dial, "shares": shares, "best": best}
 
 
 @dataclass(frozen=True)

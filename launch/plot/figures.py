@@ -73,10 +73,14 @@ def mark_gemms(line: Callable[..., Any]) -> None:
 
 
 def with_gradients(records: Iterable[Record]) -> dict[str, list[Record]]:
+    return by_shape(records, "forward_backward")
+
+
+def by_shape(records: Iterable[Record], mode: str) -> dict[str, list[Record]]:
     """Group what was installed by shape, floors too; a shape with floors alone drops out."""
     shapes: dict[str, list[Record]] = {}
     for r in records:
-        if r.mode == "forward_backward" and not r.not_installed:
+        if r.mode == mode and not r.not_installed:
             ranks = f", {r.P} ranks" if r.P > 1 else ""
             shapes.setdefault(f"T={r.T}, H={r.H}, V={r.V}, {r.dtype}{ranks}", []).append(r)
     return {s: found for s, found in shapes.items() if any(r.op != "floor" for r in found)}
@@ -172,6 +176,28 @@ def shares(records: list[Record]) -> Figure | None:
         axes.set_ylim(bottom=0.0)
         axes.set_xlabel("share of tokens that count", fontsize=8)
         axes.set_ylabel("forward and backward, ms", fontsize=8)
+    return figure
+
+
+def best(records: list[Record]) -> Figure | None:
+    """Draw the time of best ids against their number, beside the loss, ranks and samples."""
+    drawn: dict[str, Lines] = {}
+    for shape, found in by_shape(records, "forward").items():
+        times = {(r.impl, r.best, r.ids): r.ratio for r in found if r.ratio is not None}
+        for impl in OURS:
+            line = {
+                float(k): y for (of, what, k), y in times.items() if (of, what) == (impl, "top_k")
+            }
+            if len(line) < 2:
+                continue
+            drawn[shape] = {"best ids": line}
+            for name, what in (("the loss", None), ("ranks", "rank"), ("samples", "sample")):
+                if (y := times.get((impl, what, 1))) is not None:
+                    drawn[shape][name] = {min(line): y, max(line): y}
+    figure = _against(drawn, "Time of the best ids against their number", "log")
+    for axes in figure.axes if figure else ():
+        axes.set_xlabel("ids of each token", fontsize=8)
+        axes.set_ylabel("forward, over one GEMM", fontsize=8)
     return figure
 
 
