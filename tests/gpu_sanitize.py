@@ -13,8 +13,10 @@ from functools import partial
 
 import torch
 
-from tests import score_problem
+from flce_dist import linear_sample
+from tests import best_problem, score_problem
 from tests.filtered_formula import check_filtered, definition, zipf_inputs
+from tests.problems import device_of
 from tests.test_api_random_cases import Drawn, check_on_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -56,6 +58,16 @@ def filtered_case(impl: str, eps: float = 0.3) -> None:
     check_filtered(inputs, eps, impl=impl, vocab_size=507, label_smoothing=0.1)
 
 
+def best_case(impl: str) -> None:
+    """Of one id, of more than a block has, and a draw of each token."""
+    for k in (1, 40):
+        asked = best_problem.problem(BF16, k)
+        best_problem.compare(best_problem.best(asked, impl), asked)
+    there = asked.moved(device_of(impl))
+    drawn = linear_sample(there.hidden, there.weight, 3, bias=there.bias, impl=impl)
+    assert (drawn.ids >= 0).sum() == best_problem.T - len(best_problem.IGNORED)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_sanitize")
     add = parser.add_argument
@@ -72,6 +84,7 @@ def main() -> None:
         filtered_case(impl)
     scored = score_problem.problem(BF16, over="ids", temperature=0.7, softcap=15.0)
     score_problem.check(scored, impl)
+    best_case(impl)
     if arguments.device == "cuda":
         torch.cuda.synchronize()
     print(f"{len(cases)} cases within their budgets")
