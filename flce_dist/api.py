@@ -232,7 +232,8 @@ def linear_cross_entropy_with_metrics(
 def apply(function: str, arguments: Arguments) -> tuple[Tensor, ...]:
     """Run a call with checked options; return the loss and any metrics in labels' shape."""
     weight = arguments.weight  # as the caller passed it
-    arguments = localized(arguments)
+    if arguments.may_have_dtensors:
+        arguments = localized(arguments)
     refuse_transforms("linear_cross_entropy")
     if torch.compiler.is_compiling():
         given, needs = settled(arguments)

@@ -21,7 +21,6 @@ from flce_dist.kernels.ids.eager import (  # noqa: F401
     write_first,
 )
 from flce_dist.kernels.ids.token_ids import sorted_ids  # noqa: F401
-from flce_dist.kernels.logits.column_cache import ColumnCache
 from flce_dist.kernels.logits.eager import (  # noqa: F401
     dlogits,
     logits_at,
@@ -31,18 +30,19 @@ from flce_dist.kernels.logits.eager import (  # noqa: F401
     write_at_labels,
     write_label_value,
 )
-from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits
 from flce_dist.kernels.logits.target import Target
-from flce_dist.kernels.rows.token_gradient_formulas import label_value, row_gradient  # noqa: F401
-from flce_dist.kernels.rows.token_loss_formulas import (
+from flce_dist.kernels.rows.formulas import (  # noqa: F401
     FAR,
     LabelWindow,
     LossTerms,
     TokenStats,
     first_reference,
     is_rescued,
+    label_value,
     loss_of,
     pick_reference,
+    row_gradient,
 )
 
 

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels.ids.token_ids import IdEntries, TokenIds
-from flce_dist.kernels.logits.column_cache import ColumnCache
-from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits
 from flce_dist.kernels.logits.target import Target
-from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
-from flce_dist.kernels.rows.token_loss_formulas import LabelWindow, LossTerms, TokenStats
+from flce_dist.kernels.rows.formulas import LabelWindow, LossTerms, RowGradient, TokenStats
 
 
 class Kernels(Protocol):

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from flce_dist.kernels.rows.token_loss_formulas import LOWEST, RESCUE_ABOVE
+from flce_dist.kernels.rows.formulas import LOWEST, RESCUE_ABOVE
 
 # The interpreter multiplies the raw bits of bf16 operands and truncates bf16 stores, silently.
 INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -45,19 +45,19 @@ def exp(x):
 
 @triton.jit
 def first_reference(label_logit):
-    """As in ``token_loss_formulas.py``."""
+    """As in ``formulas.py``."""
     return tl.where(label_logit < _LOWEST, 0.0, label_logit)
 
 
 @triton.jit
 def is_rescued(label_logit, others_max):
-    """As in ``token_loss_formulas.py``."""
+    """As in ``formulas.py``."""
     return (others_max - label_logit > _RESCUE_ABOVE) | (label_logit < _LOWEST)
 
 
 @triton.jit
 def rescued_reference(label_logit, others_max):
-    """As in ``token_loss_formulas.py``."""
+    """As in ``formulas.py``."""
     maximum = tl.maximum(others_max, label_logit)
     return tl.where(maximum == -float("inf"), 0.0, maximum)
 

@@ -26,11 +26,9 @@ from flce_dist.kernels.best import gpu as best_gpu
 from flce_dist.kernels.best.asked import Noise
 from flce_dist.kernels.filtered import gpu as filter_gpu
 from flce_dist.kernels.ids.token_ids import entries_by_id
-from flce_dist.kernels.logits.column_cache import ColumnCache, new_window
-from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, new_window
 from flce_dist.kernels.logits.target import NamedIds, Target
-from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
-from flce_dist.kernels.rows.token_loss_formulas import TokenStats
+from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 H = 4096

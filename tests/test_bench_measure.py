@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flce_dist.kernels.rows.token_loss_formulas import RESCUE_ABOVE
+from flce_dist.kernels.rows.formulas import RESCUE_ABOVE
 from flce_dist.launch.bench import measure, problem
 from flce_dist.launch.bench.config import BenchConfig, RunSpec, ShapeSpec
 from flce_dist.launch.bench.measure import Measured

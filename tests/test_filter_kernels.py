@@ -16,8 +16,8 @@ from flce_dist import filtered
 from flce_dist.filtered.oracle import SAMPLE, sampled_tokens
 from flce_dist.kernels.filtered import eager, sample, stats, tile_lists
 from flce_dist.kernels.filtered.tiles import TILE_V
-from flce_dist.kernels.logits.shard_logits import ShardLogits
-from flce_dist.kernels.rows.token_loss_formulas import TokenStats
+from flce_dist.kernels.logits.operands import ShardLogits
+from flce_dist.kernels.rows.formulas import TokenStats
 from flce_dist.testing import relative_rms
 from tests.filtered_formula import filtered_gradients, zipf_inputs
 from tests.problems import (

@@ -12,7 +12,7 @@ import torch
 
 from flce_dist import filtered, linear_cross_entropy_with_metrics
 from flce_dist.filtered.oracle import sampled_tokens
-from flce_dist.kernels.rows.token_loss_formulas import RESCUE_ABOVE
+from flce_dist.kernels.rows.formulas import RESCUE_ABOVE
 from flce_dist.testing import relative_rms
 from tests.filtered_formula import (
     GRADIENTS,

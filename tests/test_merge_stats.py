@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from flce_dist.kernels import tuning
 from flce_dist.kernels.logits import launching, linear_stats
 from flce_dist.kernels.logits.launching import TileLaunch, segment_columns
-from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.operands import ShardLogits
 from tests.outcomes import Outcome, assert_same
 from tests.problems import (
     DTYPES,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flce_dist.kernels import primitives
 from flce_dist.kernels.logits import rescue
-from flce_dist.kernels.rows import token_loss_formulas
+from flce_dist.kernels.rows import formulas
 from tests.problems import (
     DTYPES,
     IGNORE,
@@ -178,7 +178,7 @@ def spread_out(rescued: list[int]) -> Inputs:
     labels = z.argmax(1)
     labels[rescued] = z[rescued].argmin(1)
     below = z.amax(1) - z.gather(1, labels[:, None])[:, 0]
-    assert (below > token_loss_formulas.RESCUE_ABOVE + 1).nonzero()[:, 0].tolist() == rescued
+    assert (below > formulas.RESCUE_ABOVE + 1).nonzero()[:, 0].tolist() == rescued
     return replace(inputs, hidden=hidden, labels=labels)
 
 

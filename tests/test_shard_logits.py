@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.kernels.interface import kernels_of
-from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.testing import relative_rms
 from tests.problems import (
     METRICS,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm, gpu
 from flce_dist.kernels.counted_gemm import counted_gemm
-from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.testing import RankPool, relative_rms
 from tests.parallel_problem import joined, misses, rank_step
 from tests.problems import (

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.arguments.options import COUNT, DECLARED, Declared, LossOptions
-from flce_dist.kernels.rows.counted_tokens import counts
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -245,13 +244,16 @@ def check_labels(
 ) -> None:
     """Check that the [T] labels that count are in the vocabulary, and are at most max_counted.
 
+    ``token_weight`` says which count if a weight of 0 is no token.
     Also their temperatures, of which ``inverse`` is NaN where they are not above 0. On a GPU, for
     which the host must not wait, ``logits_at_ids`` and ``counted_tokens`` assert it.
     """
     if labels.is_cuda:
         return
     ignore_index, most = options.ignore_index, options.max_counted
-    counted = counts(labels, token_weight if options.partitions else None, ignore_index)
+    counted = labels != ignore_index
+    if token_weight is not None:
+        counted &= token_weight != 0
     if most is not None and (n := int(counted.sum())) > most:
         raise ValueError(f"max_counted must be at least the {n} tokens that count, got {most}")
     bad = (((labels < 0) | (labels >= vocab_size)) & counted).to(torch.uint8)

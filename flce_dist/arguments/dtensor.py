@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from flce_dist import torch_private
 from flce_dist.arguments import checks
 from flce_dist.arguments.options import LossOptions
-from flce_dist.arguments.prepare import PLAIN, Arguments
+from flce_dist.arguments.prepare import Arguments
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 
@@ -41,7 +41,6 @@ _OF_FSDP = (  # the ranks of whose mesh are no tp_group
 )
 
 _ASYNC = torch_private.async_tensors()
-_LOCAL = {*PLAIN, float, type(None)}  # types of arguments that stay as they are
 
 
 def localized(arguments: Arguments) -> Arguments:
@@ -50,8 +49,6 @@ def localized(arguments: Arguments) -> Arguments:
     Only global shapes and placements are checked, so either all ranks of ``tp_group`` raise or none
     does. Options have been checked before.
     """
-    if _LOCAL.issuperset(map(type, arguments[:6])):
-        return arguments
     hidden, weight, labels, bias, token_weight, temperature, options, tp_group = arguments
     checks.check_group(tp_group, options.sequence_parallel)
     if options.sequence_parallel and isinstance(hidden, DTensor):

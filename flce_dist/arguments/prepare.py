@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flce_dist.arguments import checks
 from flce_dist.arguments.options import POSITIVE, Declared, LossOptions
-from flce_dist.core.call import Call, Needs, Operands, Schedule
+from flce_dist.core.call import Call, Needs, Operands, Schedule, as_stored
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.kernels.rows.counted_tokens import counted_tokens
 from flce_dist.parallel import collectives
@@ -21,6 +21,10 @@ from flce_dist.parallel.vocab import real_rows
 from flce_dist.schedules.choose import plan
 
 _TEMPERATURE = Declared(float, False, (), POSITIVE)
+
+
+PLAIN = (Tensor, torch.nn.Parameter)
+_LOCAL = {*PLAIN, float, type(None)}  # types of arguments that no rank shares
 
 
 class Arguments(NamedTuple):
@@ -34,6 +38,10 @@ class Arguments(NamedTuple):
     temperature: Any  # of ``tempered``, which scores call after ``localized``
     options: LossOptions
     tp_group: dist.ProcessGroup | None
+
+    @property
+    def may_have_dtensors(self) -> bool:
+        return not _LOCAL.issuperset(map(type, self[:6]))
 
 
 def checked_temperature(temperature: Any) -> float:
@@ -89,14 +97,6 @@ def settled(arguments: Arguments) -> tuple[Arguments, list[bool]]:
     arguments = in_autocast_dtype(sequence_first(arguments))
     operands, is_on = (arguments.hidden, arguments.weight, arguments.bias), torch.is_grad_enabled()
     return arguments, [is_on and getattr(x, "requires_grad", False) for x in operands]
-
-
-def as_stored(x: Any) -> Any:
-    """Return tensor x, or a copy if it is a negated view: kernels read memory without the sign."""
-    return x.resolve_neg() if x is not None and x.is_neg() else x
-
-
-PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class RecentCalls(OrderedDict[Any, Call]):
@@ -174,10 +174,11 @@ def counted_operands(call: Call, operands: Operands) -> Operands:
     options, labels, token_weight = call.options, operands.labels, operands.token_weight
     places, n_counted, inverse = None, None, operands.inverse_temperature
     P = collectives.group_size(call.tp_group)
-    checks.check_labels(labels, token_weight, inverse, call.vocab_size, options, P=P)
-    if inverse is None and not options.partitions:
+    weighs = token_weight if call.partitions else None
+    checks.check_labels(labels, weighs, inverse, call.vocab_size, options, P=P)
+    if inverse is None and not call.partitions:
         return operands
-    if options.partitions:
+    if call.partitions:
         places, labels, token_weight, n_counted = counted_tokens(
             labels, token_weight, call.T, ignore_index=options.ignore_index
         )

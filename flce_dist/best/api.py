@@ -168,7 +168,9 @@ def _results(name: str, arguments: Arguments, schedule: TopK | Sample) -> tuple[
 
 @torch.no_grad()
 def _run(arguments: Arguments, schedule: TopK | Sample) -> tuple[Any, ...]:
-    hidden, weight, labels, bias, _, temperature, options, tp_group = localized(arguments)
+    if arguments.may_have_dtensors:
+        arguments = localized(arguments)
+    hidden, weight, labels, bias, _, temperature, options, tp_group = arguments
     numbers = _numbers_of_tokens(hidden, options, tp_group)
     if labels is None:
         labels = numbers

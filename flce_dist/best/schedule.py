@@ -13,7 +13,7 @@ from flce_dist.arguments.prepare import counted_operands
 from flce_dist.core.call import Call, Operands, Outputs, Saved
 from flce_dist.core.statistics import gathered_logits
 from flce_dist.kernels.best.asked import Noise, ShardBest, kernels_of
-from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.parallel import collectives
 
 

@@ -11,8 +11,16 @@ from torch.distributed.tensor import DTensor
 
 from flce_dist import torch_private
 from flce_dist.arguments.dtensor import IN_FORWARD_OF_FSDP
-from flce_dist.arguments.prepare import as_stored
-from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved, Upstream
+from flce_dist.core.call import (
+    Backward,
+    Call,
+    Operands,
+    Outputs,
+    Results,
+    Saved,
+    Upstream,
+    as_stored,
+)
 from flce_dist.core.gradients import new_dweight
 from flce_dist.core.main_grad import MainGrad, captured
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flce_dist.arguments.options import LossOptions
 from flce_dist.kernels.interface import Kernels
-from flce_dist.kernels.rows.token_loss_formulas import LossTerms
+from flce_dist.kernels.rows.formulas import LossTerms
 
 _FEW_TOKENS = 32  # up to which rescaling cached columns takes about T / H of a call's time
 
@@ -181,9 +181,18 @@ class Call:
             ignore_index=options.ignore_index,
         )
 
+    @cached_property
+    def partitions(self) -> bool:
+        """Whether tokens that count are computed before others, or alone."""
+        return self.options.partitions
+
+    @cached_property
+    def smoothing_needs_logits(self) -> bool:
+        return self.options.smoothing_needs_logits
+
     def is_expressible(self, upstream: Upstream) -> bool:
         """Whether dlogits are ``scale * D + uniform``, with the D that forward may have cached."""
-        return not (upstream.of_metrics or self.options.smoothing_needs_logits)
+        return not (upstream.of_metrics or self.smoothing_needs_logits)
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:
@@ -220,3 +229,8 @@ class Call:
         """
         few = self.T <= _FEW_TOKENS
         return self.dtype == torch.float16 or (self.dtype == torch.bfloat16 and few)
+
+
+def as_stored(x: Any) -> Any:
+    """Return tensor x, or a copy if it is a negated view: kernels read memory without the sign."""
+    return x.resolve_neg() if x is not None and x.is_neg() else x

@@ -6,10 +6,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from flce_dist.core.call import Call
-from flce_dist.kernels.logits.column_cache import ColumnCache, Window, new_window
-from flce_dist.kernels.logits.shard_logits import ShardLogits, part_of
-from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
-from flce_dist.kernels.rows.token_loss_formulas import TokenStats
+from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, Window, new_window, part_of
+from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
 from flce_dist.parallel.collectives import TokenGather
 
 

@@ -9,10 +9,9 @@ from torch import Tensor
 from flce_dist.core.call import Accumulator, Backward, Call, Operands, Results
 from flce_dist.core.dlogits import Chunk, dlogits, split_columns
 from flce_dist.kernels import gemm
-from flce_dist.kernels.logits.shard_logits import rows_of
-from flce_dist.kernels.rows import token_gradient_formulas as formulas
-from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
-from flce_dist.kernels.rows.token_loss_formulas import TokenStats
+from flce_dist.kernels.logits.operands import rows_of
+from flce_dist.kernels.rows import formulas as formulas
+from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
 from flce_dist.parallel import transport
 from flce_dist.parallel.collectives import TokenSum
 from flce_dist.parallel.counted import chosen

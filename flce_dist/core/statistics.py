@@ -5,10 +5,9 @@ from torch import Tensor
 
 from flce_dist.arguments.options import OWN_SUM
 from flce_dist.core.call import Call, Metrics, Operands
-from flce_dist.kernels.logits.column_cache import ColumnCache
-from flce_dist.kernels.logits.shard_logits import ShardLogits, part_of
+from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, part_of
 from flce_dist.kernels.logits.target import Target
-from flce_dist.kernels.rows.token_loss_formulas import TokenStats, token_entropy
+from flce_dist.kernels.rows.formulas import TokenStats, token_entropy
 from flce_dist.parallel import collectives, transport
 from flce_dist.parallel.counted import put_back
 from flce_dist.parallel.vocab import INVARIANT_ROWS

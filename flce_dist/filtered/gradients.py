@@ -21,9 +21,8 @@ from flce_dist.core.statistics import Pass
 from flce_dist.kernels import gemm
 from flce_dist.kernels.filtered import eager
 from flce_dist.kernels.filtered.tiles import TILE_V, tile_grid
-from flce_dist.kernels.logits.column_cache import ColumnCache
-from flce_dist.kernels.logits.shard_logits import ShardLogits, rows_of
-from flce_dist.kernels.rows.token_loss_formulas import TokenStats
+from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, rows_of
+from flce_dist.kernels.rows.formulas import TokenStats
 from flce_dist.parallel import collectives
 from flce_dist.schedules.windows import Windows, WindowsSaved, closed
 

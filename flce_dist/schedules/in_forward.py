@@ -10,7 +10,7 @@ from flce_dist.core.call import Backward, Call, Metrics, Operands, Results, Save
 from flce_dist.core.dlogits import Chunk
 from flce_dist.core.gradients import Gradients, new_dweight
 from flce_dist.core.statistics import Pass
-from flce_dist.kernels.logits.column_cache import ColumnCache, new_window
+from flce_dist.kernels.logits.operands import ColumnCache, new_window
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 from flce_dist.schedules.windows import Sizes

@@ -10,9 +10,8 @@ from flce_dist.core.call import Backward, Call, Metrics, Operands, Results, Save
 from flce_dist.core.dlogits import Chunk
 from flce_dist.core.gradients import Gradients, row_gradient
 from flce_dist.core.statistics import Pass, gathered_logits
-from flce_dist.kernels.logits.column_cache import ColumnCache, new_window
-from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
-from flce_dist.kernels.rows.token_loss_formulas import TokenStats
+from flce_dist.kernels.logits.operands import ColumnCache, new_window
+from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 

@@ -112,7 +112,9 @@ def _check_schedule(over: Over, options: LossOptions) -> None:
 
 def _scored(arguments: Arguments, ids: Tensor, offsets: Tensor | None, over: Over) -> TokenScores:
     weight = arguments.weight  # as the caller passed it
-    hidden, local, labels, bias, _, temperature, options, tp_group = localized(arguments)
+    if arguments.may_have_dtensors:
+        arguments = localized(arguments)
+    hidden, local, labels, bias, _, temperature, options, tp_group = arguments
     ids = local_of("ids", ids, Replicate(), tp_group)
     offsets = local_of("offsets", offsets, Replicate(), tp_group)
     tokens = list(hidden.shape[:-1])

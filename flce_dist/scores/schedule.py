@@ -14,11 +14,9 @@ from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Save
 from flce_dist.core.gradients import Gradients
 from flce_dist.core.statistics import Pass
 from flce_dist.kernels.ids.token_ids import TokenIds, entries_by_id
-from flce_dist.kernels.logits.column_cache import ColumnCache
-from flce_dist.kernels.logits.shard_logits import rows_of
+from flce_dist.kernels.logits.operands import ColumnCache, rows_of
 from flce_dist.kernels.logits.target import NamedIds
-from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
-from flce_dist.kernels.rows.token_loss_formulas import TokenStats
+from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
 from flce_dist.parallel import collectives, transport
 from flce_dist.schedules.windows import Windows, closed
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from flce_dist.kernels.best.asked import Noise, ShardBest
 from flce_dist.kernels.best.noise import eager_gumbel
 from flce_dist.kernels.logits.eager import SCRATCH_BYTES, windows
-from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.operands import ShardLogits
 
 
 def _chunks(logits: ShardLogits) -> Iterator[tuple[slice, Tensor]]:

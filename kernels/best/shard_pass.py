@@ -17,9 +17,8 @@ from flce_dist.kernels.best.keys import LOWEST_KEY, next_above
 from flce_dist.kernels.best.merge_groups import merge_groups
 from flce_dist.kernels.best.noise import gumbel
 from flce_dist.kernels.best.winners import winners
-from flce_dist.kernels.logits.column_cache import new_window
 from flce_dist.kernels.logits.launching import TileLaunch, matrix, tile_launch
-from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.operands import ShardLogits, new_window
 from flce_dist.kernels.primitives import exp, logits_tile, store_tile, tile_coordinates
 
 LOGITS_BYTES = 320 << 20

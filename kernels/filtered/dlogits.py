@@ -11,9 +11,9 @@ from torch import Tensor
 from flce_dist.kernels.filtered import tiles
 from flce_dist.kernels.filtered.tile_lists import TILE_T, TILE_V, TileLists, list_pointers
 from flce_dist.kernels.logits.launching import tile_launch
-from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.primitives import exp, label_columns, logits_tile, parts_of, store_tile
-from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
+from flce_dist.kernels.rows.formulas import RowGradient
 
 
 @triton.jit(do_not_specialize=["T", "round"])

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from flce_dist.kernels.filtered.tiles import SAMPLE, TILE_T, TILE_V, tile_grid
 from flce_dist.kernels.logits.eager import windows, write_at_labels
-from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.rows.counted_tokens import counts
-from flce_dist.kernels.rows.token_loss_formulas import TokenStats, first_reference
+from flce_dist.kernels.rows.formulas import TokenStats, first_reference
 
 
 def new_tile_stats(logits: ShardLogits) -> Tensor:

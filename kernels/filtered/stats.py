@@ -9,7 +9,7 @@ from flce_dist.kernels import tuning
 from flce_dist.kernels.filtered import tiles
 from flce_dist.kernels.filtered.tile_lists import TILE_T, TILE_V
 from flce_dist.kernels.logits.launching import has_tma, matrix
-from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.primitives import (
     cast,
     dot,
@@ -20,8 +20,8 @@ from flce_dist.kernels.primitives import (
     load_tile,
     logits_of,
 )
+from flce_dist.kernels.rows.formulas import TokenStats
 from flce_dist.kernels.rows.token_loss import log_total_of
-from flce_dist.kernels.rows.token_loss_formulas import TokenStats
 from flce_dist.kernels.tuning import next_power_of_2
 
 _SAMPLE = tl.constexpr(tiles.SAMPLE)

@@ -18,7 +18,7 @@ from flce_dist.kernels.ids import token_ids
 from flce_dist.kernels.ids.token_ids import TokenIds
 from flce_dist.kernels.logits.named_columns import first_entry
 from flce_dist.kernels.primitives import exp, log1p, softcap_slope, times_exponent
-from flce_dist.kernels.rows.token_loss_formulas import FAR, TokenStats
+from flce_dist.kernels.rows.formulas import FAR, TokenStats
 from flce_dist.kernels.tuning import next_power_of_2
 
 _SORTED_AT_ONCE = 1024  # ids of a program

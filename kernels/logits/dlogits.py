@@ -1,4 +1,4 @@
-"""The matrix D of a window of columns (``token_gradient_formulas.py``), from hidden and weight.
+"""The matrix D of a window of columns (``formulas.py``), from hidden and weight.
 
 One GEMM, ``hidden @ weight.T``, in a persistent grid; its epilogue turns each tile of logits into a
 tile of D. ``at_ids`` writes the labels' elements, one of each row, here and in cached windows.
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flce_dist.kernels.ids.at_ids import write_at_ids
 from flce_dist.kernels.logits.launching import tile_launch
-from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.primitives import (
     computed,
     exp,

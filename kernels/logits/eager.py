@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from flce_dist.kernels import gemm
-from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.logits.target import NamedIds
-from flce_dist.kernels.rows.token_gradient_formulas import softcap_grad
-from flce_dist.kernels.rows.token_loss_formulas import FAR
+from flce_dist.kernels.rows.formulas import FAR, softcap_grad
 
 SCRATCH_BYTES = 8 << 20  # of one [T, W] temporary; a handful live at once
 

@@ -3,7 +3,7 @@
 T = tokens, V = vocabulary rows here, H = hidden size.
 
 One GEMM, ``hidden @ weight.T``, in a persistent grid. Its epilogue turns each tile of logits into
-exponentials relative to the token's ``first_reference`` (``token_loss_formulas.py``), reduces them
+exponentials relative to the token's ``first_reference`` (``formulas.py``), reduces them
 to a maximum of the tile and to sums of groups of its columns, and stores them where there is a
 cache. Each tile writes partial statistics of its own: there are no atomics. ``merge_stats`` adds
 them up exactly, so the result is bitwise the same however columns are cut into shards, windows and
@@ -16,12 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.logits.column_cache import ColumnCache
 from flce_dist.kernels.logits.exact_sums import group_sums
 from flce_dist.kernels.logits.launching import segment_columns, tile_launch
 from flce_dist.kernels.logits.merge_stats import merge_stats
 from flce_dist.kernels.logits.named_columns import named_column, named_tiles, take_out
-from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits
 from flce_dist.kernels.logits.target import Target
 from flce_dist.kernels.primitives import (
     computed,

@@ -19,7 +19,7 @@ from flce_dist.kernels.logits.exact_sums import (
     top_bin,
 )
 from flce_dist.kernels.logits.launching import TileLaunch
-from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.logits.target import Target
 from flce_dist.kernels.primitives import computed, first_reference
 from flce_dist.kernels.tuning import next_power_of_2

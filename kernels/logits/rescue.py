@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.logits.column_cache import ColumnCache
 from flce_dist.kernels.logits.exact_sums import (
     group_sums,
     load_limbs,
@@ -24,7 +23,7 @@ from flce_dist.kernels.logits.exact_sums import (
 )
 from flce_dist.kernels.logits.launching import tile_launch
 from flce_dist.kernels.logits.named_columns import named_column
-from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits
 from flce_dist.kernels.logits.target import Target
 from flce_dist.kernels.primitives import (
     cast,

@@ -1,4 +1,4 @@
-"""``row_gradient`` of ``token_gradient_formulas.py``, in one pass over T tokens."""
+"""``row_gradient`` of ``formulas.py``, in one pass over T tokens."""
 
 import torch
 import triton
@@ -6,9 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.primitives import exp
-from flce_dist.kernels.rows.token_gradient_formulas import RowGradient
+from flce_dist.kernels.rows.formulas import LossTerms, RowGradient, TokenStats
 from flce_dist.kernels.rows.token_loss import label_value_of, log_total_of, z_loss_factor
-from flce_dist.kernels.rows.token_loss_formulas import LossTerms, TokenStats
 
 
 @triton.jit(do_not_specialize=["T"])

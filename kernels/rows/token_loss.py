@@ -1,4 +1,4 @@
-"""``token_loss_formulas.py`` and D at the labels, in one pass over T tokens."""
+"""``formulas.py`` and D at the labels, in one pass over T tokens."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from flce_dist.kernels.primitives import (
     rescued_reference,
     softcap_slope,
 )
-from flce_dist.kernels.rows.token_loss_formulas import LabelWindow, LossTerms, TokenStats
+from flce_dist.kernels.rows.formulas import LabelWindow, LossTerms, TokenStats
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def label_value_of(
     others, lse, log_total, label_logit, label_smoothing, z_loss_weight, softcap,
     inverse_temperature, HAS_EXCESS: tl.constexpr,
 ):  # fmt: skip
-    """``label_value`` of ``token_gradient_formulas.py``, relative to the token's reference."""
+    """``label_value`` of ``formulas.py``, relative to the token's reference."""
     value = -others
     if HAS_EXCESS:
         excess = 2 * z_loss_weight * lse + label_smoothing
@@ -44,7 +44,7 @@ def label_value_of(
 
 @triton.jit
 def z_loss_factor(lse, z_loss_weight):
-    """As in ``token_gradient_formulas.py``."""
+    """As in ``formulas.py``."""
     w = 1 + 2 * z_loss_weight * lse
     return tl.where(tl.abs(w) < 1e-6, 1e-6, w)
 
