@@ -53,7 +53,9 @@ def parts(gpus: int, cores: int) -> list[dict[str, list[str]]]:
         "CPU": command("not gpu", of_cpu),
         "GPU": command(markers, workers, ("--dist", "worksteal")),
     }
-    return [beside, {"GPUs": command("gpu and alone", 0)}] if gpus > 1 else [beside]
+    # One test after the other, some of minutes: it shows which one runs, and what that says.
+    alone = [*command("gpu and alone", 0), "-v", "-s"]
+    return [beside, {"GPUs": alone}] if gpus > 1 else [beside]
 
 
 def run_side_by_side(commands: dict[str, list[str]]) -> dict[str, tuple[int, str]]:

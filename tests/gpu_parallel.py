@@ -82,6 +82,7 @@ def run_checks(names: list[str], ranks: Ranks, group: dist.ProcessGroup) -> bool
     failed: list[str] = []
     say = partial(print, sep="\n", flush=True) if ranks.rank == 0 else lambda *_: None
     for i, name in enumerate(names):
+        say(f"{name}: running")
         started = time.monotonic()
         found = [Finding([])] * ranks.P
         dist.all_gather_object(found, run_check(CHECKS[name], ranks), group=group)

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
@@ -83,17 +84,38 @@ class Running:
                 self._fail(f"waited {LAST_RESORT_S:g} s for {what}")
             time.sleep(0.02)
 
-    def finish(self) -> tuple[list[int], list[str]]:
-        """Wait for the end; return exit statuses and outputs."""
-        for process in self.processes:
-            try:
-                process.wait(LAST_RESORT_S)
-            except subprocess.TimeoutExpired:
-                self._fail(f"waited {LAST_RESORT_S:g} s for the end")
+    def finish(self, *, shows: bool = False) -> tuple[list[int], list[str]]:
+        """Wait for the end; return exit statuses and outputs.
+
+        ``shows`` prints what the first process does, as it comes, where pytest does not capture.
+        """
+        with contextlib.ExitStack() as until_end:
+            if shows:
+                done = threading.Event()
+                follower = threading.Thread(target=follow, args=(self.logs[0], done))
+                follower.start()
+                until_end.callback(follower.join)
+                until_end.callback(done.set)
+            for process in self.processes:
+                try:
+                    process.wait(LAST_RESORT_S)
+                except subprocess.TimeoutExpired:
+                    self._fail(f"waited {LAST_RESORT_S:g} s for the end")
         return [process.wait() for process in self.processes], self.outputs()
 
     def _fail(self, what: str) -> None:
         pytest.fail("\n".join([what, *self.outputs()]))
+
+
+def follow(path: Path, done: threading.Event) -> None:
+    """Print the lines of a file as they come, until it is done."""
+    with path.open() as lines:
+        while True:
+            is_over = done.wait(0.5)
+            for line in lines:
+                print(f"  {line}", end="", flush=True)
+            if is_over:
+                return
 
 
 @contextlib.contextmanager

@@ -46,8 +46,7 @@ def test_checks_pass_over_nccl(connections, world_size, monkeypatch, tmp_path):
     command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
     command += ["-m", PROGRAM, "--device", "cuda", *PATIENCE, "--checks", *names]
     with started(command, tmp_path) as ranks:
-        (status,), (printed,) = ranks.finish()
-    print(printed)
+        (status,), (printed,) = ranks.finish(shows=True)
     assert status == 0 and all_passed(names, world_size) in printed, printed
 
 

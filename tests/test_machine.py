@@ -18,7 +18,10 @@ def test_each_test_belongs_to_one_part(marks, gpus):
     has = defaultdict(bool, dict.fromkeys(marks, True))
     chosen = []
     for name, command in (part for stage in program.parts(gpus, 16) for part in stage.items()):
-        markers = command[-1] if command[-2] == "-m" else "True"
+        pytest_options = command[command.index("pytest") :]
+        markers = "True"
+        if "-m" in pytest_options:
+            markers = pytest_options[pytest_options.index("-m") + 1]
         if eval(markers, {"__builtins__": {}}, has):
             chosen.append(markers)
             workers = command[command.index("-n") + 1] if "-n" in command else 0

@@ -50,4 +50,4 @@ def test_what_has_no_best_ids(group):
     model = use_linear_cross_entropy(plain)
     with pytest.raises(NotImplementedError, match="linear_top_k has no gradients"):
         best_ids(model, tokens, positions, None, k=2)
-    assert not model.output_layer.is_lazy and model.output_layer.scoring is None
+    assert model.output_layer.question is None and model.output_layer.scoring is None
