@@ -59,6 +59,19 @@ def test_memory_names_what_is_wrong_or_failed():
     assert_readable(figure)
 
 
+def test_memory_below_one_mib_has_bars_and_digits():
+    """As a CPU needs at sizes of a trial."""
+    of = {"eager": 0.25, "torch_eager": 0.1, "canonical": 0.0}
+    small = [record(impl, 1.0, workspace_mib=mib) for impl, mib in of.items()]
+    figure: Any = memory(small)
+    (axes,) = figure.axes
+    start, end = axes.get_xlim()
+    bars = [bar.get_x() + bar.get_width() for bar in axes.patches]
+    assert bars == [0.25, 0.1, start] and start == 0.01 < 0.25 < end
+    assert texts(figure) == ["0.25", "0.1", "0"]
+    assert_readable(figure)
+
+
 def lines_of(axes: Any) -> dict[str, list[list[float]]]:
     """Return x and y of each line with a name."""
     named = [line for line in axes.lines if not line.get_label().startswith("_")]
@@ -147,6 +160,10 @@ def test_scaling_shows_time_and_memory_against_ranks():
     found_mib = [np.asarray(line.get_xdata()).tolist() for line in of_memory]
     assert found_mib == [[900.0, 200.0, 200.0]] * 3
     assert_readable(figure)
+    small = [r if r.workspace_mib is None else replace(r, workspace_mib=0.25) for r in OVER_RANKS]
+    on_cpu: Any = scaling(small)
+    of_memory = [line for line in on_cpu.axes[1].lines if line.get_marker() != "None"]
+    assert [np.asarray(line.get_xdata()).tolist() for line in of_memory] == [[0.25, 0.25]] * 3
 
 
 def test_scaling_needs_several_numbers_of_ranks_that_succeeded():

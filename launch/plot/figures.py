@@ -3,6 +3,7 @@
 All are of runs with gradients, a panel for each shape, in the order of the file.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -26,8 +27,6 @@ NAMES = {
 }  # fmt: skip
 """What readers call an implementation, if not by its name."""
 WORKSPACE = "MiB at the peak, beyond inputs and gradients"
-LEAST_MIB = 1.0
-"""Where the axis starts: a logarithm has no place for 0."""
 ON_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 """Behind a text that reference lines may cross."""
 KINDS: dict[Kind, tuple[str, str]] = {
@@ -59,6 +58,20 @@ def name_rows(axes: Axes, runs: Sequence[str], **style: Any) -> None:
     names = [label_of(run) for run in runs]
     axes.set_yticks(range(len(names)), names, **style)
     axes.set_ylim(len(names) - 0.5, -0.5)
+
+
+def least_mib(records: Iterable[Record]) -> float:
+    """Return where an axis of memory starts: a logarithm has no place for 0.
+
+    It is 1 MiB, or the power of ten below the least memory, which some runs on a CPU need.
+    """
+    measured = [r.workspace_mib for r in records if r.workspace_mib]
+    return min([1.0, *(10.0 ** (math.ceil(math.log10(mib)) - 1) for mib in measured)])
+
+
+def mib_text(mib: float) -> str:
+    """Return whole MiB, or two digits of less than 10."""
+    return f"{mib:,.0f}" if mib == 0.0 or mib >= 10.0 else f"{mib:.2g}"
 
 
 def write_at(axes: Axes, text: str, xy: tuple[float, float], points: Any, **style: Any) -> None:
@@ -97,14 +110,16 @@ def memory(records: list[Record]) -> Figure | None:
     if not shapes:
         return None
     figure, stacked = panels({s: 0.8 + 0.25 * len(found) for s, found in shapes.items()}, 8.0)
-    most = max([10.0, *(r.workspace_mib or 0.0 for found in shapes.values() for r in found)])
+    drawn = [r for found in shapes.values() for r in found]
+    least = least_mib(drawn)
+    most = max([10.0 * least, *(r.workspace_mib or 0.0 for r in drawn)])
     for axes, found in zip(stacked, shapes.values(), strict=True):
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:,g}")
-        axes.set_xlim(LEAST_MIB, 8 * most)
+        axes.set_xlim(least, 8 * most)
         axes.tick_params(axis="x", labelsize=8)
         for y, r in enumerate(found):
-            _bar(axes, y, r)
+            _bar(axes, y, r, least)
         name_rows(axes, [r.run.name for r in found], fontsize=8)
     missing = ", ".join(sorted({r.impl for r in records if r.not_installed}))
     below = f"\nnot installed: {missing}" if missing else ""
@@ -113,16 +128,16 @@ def memory(records: list[Record]) -> Figure | None:
     return figure
 
 
-def _bar(axes: Axes, y: int, r: Record) -> None:
-    """Draw the memory of one record and its label, or its message."""
+def _bar(axes: Axes, y: int, r: Record, least: float) -> None:
+    """Draw the memory of one record, from ``least`` on, and its label, or its message."""
     style: dict[str, Any] = {"va": "center", "fontsize": 7}
     if r.workspace_mib is None:
         text, at = f" {(r.message or r.status).split('. ')[0]:.70}", axes.get_yaxis_transform()
         axes.text(0.0, y, text, color=EDGE, transform=at, bbox=ON_LINES, **style)
         return
-    end, wrong = max(r.workspace_mib, LEAST_MIB), r.status == "wrong"
+    end, wrong = max(r.workspace_mib, least), r.status == "wrong"
     color, hatch, edge = (OUR_COLOR if r.impl in OURS else PEER_COLOR), None, None
-    text = f"{r.workspace_mib:,.0f}"
+    text = mib_text(r.workspace_mib)
     if wrong:
         hatch, edge = "////", EDGE
         text += f" MiB; its {(r.message or '').split(' ')[0]} is wrong"  # of "dweight is off by"
@@ -141,7 +156,7 @@ def dial(records: list[Record]) -> Figure | None:
     for shape, found in with_gradients(records).items():
         gemms_ms = next((r.p50_ms for r in found if r.impl == "gemm3"), None)
         ours = [r for r in found if gemms_ms and r.p50_ms and r.impl in OURS]
-        times = [(r, f"{r.workspace_mib:,.0f}", r.p50_ms / gemms_ms) for r in ours]  # type: ignore
+        times = [(r, mib_text(r.workspace_mib), r.p50_ms / gemms_ms) for r in ours]  # type: ignore
         given = [(r.max_logits_bytes / MIB, mib, y) for r, mib, y in times if r.max_logits_bytes]
         if len(given) > 1:
             auto = {x: y for x, _, y in given}

@@ -61,10 +61,12 @@ def scaling(records: list[Record]) -> Figure | None:
     panels = figure.subplots(
         len(problems), 2, squeeze=False, sharex="col", sharey="row", height_ratios=heights
     )
+    drawn = [r for runs in problems.values() for over in runs.values() for r in over.values()]
+    least = figures.least_mib(drawn)
     for ((T, H, V, dtype), runs), (times, memory) in zip(problems.items(), panels, strict=True):
         times.set_title(f"T={T}, H={H}, V={V}, {dtype}", fontsize=9, loc="left")
         rows = sorted(runs.items(), key=lambda item: item[0] != FLOOR)  # the floor first
-        _draw(times, memory, dict(rows), counts)
+        _draw(times, memory, dict(rows), counts, least)
     times, memory = panels[-1]
     left, right = times.get_xlim()
     times.set_xlim(min(left, 0.95), right + 0.2 * (right - left))  # the widest has its percents
@@ -85,8 +87,13 @@ def efficiency(over: OverRanks) -> dict[int, float]:
     return {P: _rank_ms(over[least]) / _rank_ms(over[P]) for P in more}
 
 
-def _draw(times: Axes, memory: Axes, runs: dict[str, OverRanks], counts: Sequence[int]) -> None:
-    """Draw a row for each run, downwards, and in it a marker for each of ``counts`` ranks."""
+def _draw(
+    times: Axes, memory: Axes, runs: dict[str, OverRanks], counts: Sequence[int], least: float
+) -> None:
+    """Draw a row for each run, downwards, and in it a marker for each of ``counts`` ranks.
+
+    Memory below ``least`` MiB is drawn there.
+    """
     products_ms = _rank_ms(runs[FLOOR][min(runs[FLOOR])])
     for i, P in enumerate(counts):
         found = [(y, over[P]) for y, over in enumerate(runs.values()) if P in over]
@@ -96,7 +103,7 @@ def _draw(times: Axes, memory: Axes, runs: dict[str, OverRanks], counts: Sequenc
         costs = [_rank_ms(r) / products_ms for _, r in found]
         times.plot(costs, [y + within for y, _ in found], linestyle="none", label=label, **style)
         known = [(y, r.workspace_mib) for y, r in found if r.workspace_mib is not None]
-        mib = [max(value, 1.0) for _, value in known]
+        mib = [max(value, least) for _, value in known]
         memory.plot(mib, [y + within for y, _ in known], linestyle="none", **style)
     for y, over in enumerate(runs.values()):
         shares = ", ".join(f"{share:.0%}" for share in efficiency(over).values())
