@@ -44,10 +44,17 @@ def check_writable(path: Path) -> None:
     """Raise ``RunError`` if ``path`` cannot be written, before work that would be lost."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        _check_replaceable(path)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
+
+
+def _check_replaceable(path: Path) -> None:
+    """Raise ``OSError`` for what is no file: a device would be gone, and a FIFO's reader wait."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "Not a regular file")
 
 
 @contextmanager
@@ -57,6 +64,8 @@ def replacing(path: Path, needed: int | None = None) -> Iterator[Path]:
     Folders above are made. Whoever needs the content on disk first syncs it. Raises as ``writing``.
     """
     scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        _check_replaceable(path)
     with writing(path, needed):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -72,6 +72,15 @@ def be_a_folder(path: Path) -> None:
     path.mkdir()
 
 
+def be_a_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def nest(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
 def list_one_rank(manifest: Path) -> None:
     values = json.loads(manifest.read_bytes())
     del values["sha256"], values["files"]["rank-00001.pt"]
@@ -85,6 +94,9 @@ def be_of_step_10(manifest: Path) -> None:
 @pytest.mark.parametrize("file, damage, reason", [
     ("rank-00001.pt", truncate, "rank-00001.pt has other contents"),
     (MANIFEST, be_a_folder, "manifest.json cannot be read: Is a directory"),
+    (MANIFEST, be_a_fifo, "manifest.json cannot be read: Not a regular file"),
+    ("rank-00001.pt", be_a_fifo, "rank-00001.pt cannot be read: Not a regular file"),
+    (MANIFEST, nest, "manifest.json cannot be read: JSON of too many levels"),
     (MANIFEST, write_list, "manifest.json must hold a JSON object, got []"),
     (MANIFEST, be_of_step_10, "manifest.json is that of step 10"),
     (MANIFEST, list_one_rank, "manifest.json does not list the file of every rank"),

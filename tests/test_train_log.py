@@ -37,11 +37,11 @@ def test_a_continued_run_sets_aside_what_lies_beyond_its_step(tmp_path, capsys):
         log.close()
         assert path.read_text().splitlines() == before[:2]
         assert cut.read_text().splitlines() == before[2:]
-    said = f"5 lines beyond step 2 moved from {path} to metrics.cut.jsonl"
+    said = f"5 lines beyond step 2, or damaged, moved from {path} to metrics.cut.jsonl"
     assert capsys.readouterr().out.count(said) == 1
 
     log = RunLog(tmp_path, step=1, steps=5, head_mib=1.0)
-    assert "\n1 line beyond step 1 moved" in "\n" + capsys.readouterr().out
+    assert "\n1 line beyond step 1, or damaged, moved" in "\n" + capsys.readouterr().out
     log.train(2, loss=1.0, gradient_norm=1.0, tokens_per_s=1.0)
     log.train(3, loss=math.inf, gradient_norm=math.nan, tokens_per_s=1.0)
     log.close()
@@ -54,6 +54,34 @@ def test_a_continued_run_sets_aside_what_lies_beyond_its_step(tmp_path, capsys):
         assert (tmp_path / "loss.png").stat().st_size > 1000
         path.write_text('{"kind": "train", "step": 1, "loss": null}\n')
         plot_loss_curve(tmp_path)
+
+
+GOOD = '{"kind": "train", "step": 1, "loss": 2.5}'
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("line", [
+    GOOD.replace("kind", "kine"), GOOD.replace("train", "tsain"), GOOD.replace("2.5", "[]"),
+    GOOD.replace('"step": 1', '"step": "1"'), "[1]", "\xff", DEEP,
+])  # fmt: skip
+def test_a_damaged_record_is_moved_at_a_start_and_named_by_the_figure(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f"{GOOD}\n{line}\n")
+    with pytest.raises(RunError, match=rf"^{path}:2 must be a record of this run, got b"):
+        plot_loss_curve(tmp_path)
+    RunLog(tmp_path, step=1, steps=5, head_mib=1.0).close()
+    assert path.read_text() == f"{GOOD}\n"
+    assert (tmp_path / "metrics.cut.jsonl").read_text() == f"{line}\n"
+    plot_loss_curve(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.cut.jsonl", LOCK])
+def test_a_fifo_in_place_of_a_file_of_a_run_is_an_error(tmp_path, name):
+    (tmp_path / "metrics.jsonl").write_text("damaged\n")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(RunError, match=r"Not a regular file$"), locked(tmp_path):
+        RunLog(tmp_path, step=1, steps=5, head_mib=1.0)
 
 
 def test_the_comparison_of_heads_says_what_it_is_of():
@@ -98,13 +126,14 @@ def test_a_second_run_is_told_who_holds_the_folder_until_that_is_killed(tmp_path
     ({"slurm_job": "12"}, "12", None),  # requeued on other nodes
     ({"boot": this_run()["boot"]}, "", None),  # another container of this machine
     ({"host": this_run()["host"]}, "", None),  # this machine before it was started anew
-    (None, "", r"an unknown run \(run.lock cannot be read\)"),
+    ("[", "", r"an unknown run \(run.lock cannot be read\)"),
+    (DEEP, "", r"an unknown run \(run.lock cannot be read\)"),
 ])  # fmt: skip
 def test_what_was_held_on_another_machine_is_refused(tmp_path, monkeypatch, changes, job, refused):
     monkeypatch.setenv("SLURM_JOB_ID", job)
     owner = {"pid": 7, "host": "elsewhere", "since": "then", "boot": "other", "slurm_job": None}
     path = tmp_path / LOCK
-    path.write_text("[" if changes is None else json.dumps(owner | changes))
+    path.write_text(changes if isinstance(changes, str) else json.dumps(owner | changes))
     before = path.read_text()
     if refused is not None:
         with pytest.raises(RunError, match=refused) as error, locked(tmp_path):

@@ -4,12 +4,14 @@ import errno
 import importlib
 import json
 import math
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 from flce_dist.launch.program import RunError
+from flce_dist.launch.read import parse_json, read_bytes
 from flce_dist.launch.write import check_writable, replacing, write_json, writing
 
 
@@ -60,6 +62,29 @@ def test_results_are_written_in_no_other_way():
     found = [path for path in LAUNCH.rglob("*.py") if in_place.search(path.read_text())]
     names = {path.relative_to(LAUNCH).as_posix() for path in found}
     assert names == {"write.py", "program.py"}
+
+
+def test_files_are_read_in_no_other_way():
+    """But for one of a package and those of the kernel, which are what they are called."""
+    plain = re.compile(r"\.read_(text|bytes)\(|json\.loads?\(|(?<!scratch)(?<!os)\.open\(")
+    found = [path for path in LAUNCH.rglob("*.py") if plain.search(path.read_text())]
+    names = {path.relative_to(LAUNCH).as_posix() for path in found}
+    assert names == {"read.py", "train/data.py", "train/lock.py", "train/ranks.py"}
+
+
+def test_what_is_no_file_is_neither_read_nor_replaced(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path(os.devnull)):
+        with pytest.raises(OSError, match="Not a regular file"):
+            read_bytes(path)
+        for write in (check_writable, lambda path: write_json(path, {})):
+            with pytest.raises(RunError, match=f"^cannot write {path}: Not a regular file$"):
+                write(path)
+        assert not path.is_file() and path.exists()
+    with pytest.raises(IsADirectoryError):
+        read_bytes(tmp_path)
+    with pytest.raises(ValueError, match="JSON of too many levels"):
+        parse_json("[" * 100_000)
 
 
 @pytest.mark.parametrize(("name", "arguments"), [

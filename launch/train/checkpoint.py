@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flce_dist.launch.process_group import on_rank_0, together
 from flce_dist.launch.program import RunError
+from flce_dist.launch.read import digest, parse_json, read_bytes
 from flce_dist.launch.write import write_synced, writing
 
 MANIFEST = "manifest.json"
@@ -149,8 +150,8 @@ class _Damaged(Exception):
 def _verify(path: Path) -> Checkpoint:
     name = MANIFEST
     try:
-        content = (path / MANIFEST).read_bytes()
-        manifest = json.loads(content)
+        content = read_bytes(path / MANIFEST)
+        manifest = parse_json(content)
         if not isinstance(manifest, dict):
             raise _Damaged(f"{MANIFEST} must hold a JSON object, got {manifest!r:.40}")
         manifest.pop("sha256", None)
@@ -163,7 +164,7 @@ def _verify(path: Path) -> Checkpoint:
         if list(files) != [shard_name(rank) for rank in range(found.config["world_size"])]:
             raise _Damaged(f"{MANIFEST} does not list the file of every rank")
         for name, expected in files.items():
-            if _digest(path / name) != expected:
+            if digest(path / name) != expected:
                 raise _Damaged(f"{name} has other contents than {MANIFEST} says")
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -201,12 +202,3 @@ def _sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _digest(path: Path) -> dict[str, Any]:
-    """Return what ``write_synced`` did for this content."""
-    with path.open("rb") as file:
-        sha256 = hashlib.sha256()
-        while block := file.read(1 << 20):
-            sha256.update(block)
-        return {"bytes": file.tell(), "sha256": sha256.hexdigest()}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flce_dist.launch.program import RunError
+from flce_dist.launch.read import parse_json, read_bytes, regular
 from flce_dist.launch.train.ranks import say
 from flce_dist.launch.write import writing
 
@@ -31,7 +32,7 @@ def locked(folder: Path) -> Iterator[None]:
     path, owner = folder / LOCK, this_run()
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+")
+        file = open(path, "a+", opener=regular)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,7 +79,7 @@ def this_run() -> dict[str, Any]:
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
     """Return who wrote a lock's text, in words and as ``this_run`` has it."""
     try:
-        owner = dict(json.loads(path.read_text()))
+        owner = dict(parse_json(read_bytes(path)))
         words = f"process {owner['pid']} on {owner['host']}, started {owner['since']}"
     except (ValueError, TypeError, KeyError):
         return f"an unknown run ({LOCK} cannot be read)", {}

@@ -3,19 +3,22 @@
 For the one rank that reports.
 """
 
-import json
 import sys
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from flce_dist.launch.program import RunError
+from flce_dist.launch.read import parse_json, read_bytes, regular
 from flce_dist.launch.write import replacing, strict_json, write_figure, writing
 
 METRICS = "metrics.jsonl"
 CUT = "metrics.cut.jsonl"
+KINDS = {"train": "-", "validation": "o-"}
+"""Of records, and the style of each in the figure."""
 
 
 class RunLog:
@@ -31,7 +34,7 @@ class RunLog:
         self._failure: RunError | None = None
         with writing(self.path):
             cut = set_aside(self.path, step)
-            self._file = self.path.open("a", buffering=1)
+            self._file = open(self.path, "a", buffering=1, opener=regular)
             self._events = SummaryWriter(str(out_dir / "tensorboard"), purge_step=step + 1)
         self._head_mib = head_mib
         seconds = 0.5 if sys.stderr.isatty() else 10.0  # a log file wants few lines
@@ -40,7 +43,8 @@ class RunLog:
         )
         if cut:
             lines = "line" if cut == 1 else "lines"
-            self.say(f"{cut} {lines} beyond step {step} moved from {self.path} to {CUT}")
+            what = f"{cut} {lines} beyond step {step}, or damaged,"
+            self.say(f"{what} moved from {self.path} to {CUT}")
 
     def train(self, step: int, **values: float) -> None:
         """Record one training step; ``loss`` and ``tokens_per_s`` show in the bar."""
@@ -87,29 +91,50 @@ def set_aside(path: Path, step: int) -> int:
     """Move lines beyond ``step``, and those that are no records, to CUT; return their number."""
 
     def belongs(line: bytes) -> bool:
-        try:
-            return line.endswith(b"\n") and bool(json.loads(line)["step"] <= step)
-        except (ValueError, KeyError, TypeError):
-            return False
+        record = record_in(line)
+        return record is not None and record["step"] <= step
 
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    lines = read_bytes(path).splitlines(keepends=True) if path.exists() else []
     cut = [line.rstrip(b"\n") + b"\n" for line in lines if not belongs(line)]
     if cut:
-        with path.with_name(CUT).open("ab") as file:
+        with open(path.with_name(CUT), "ab", opener=regular) as file:
             file.write(b"".join(cut))
         with replacing(path) as scratch:
             scratch.write_bytes(b"".join(line for line in lines if belongs(line)))
     return len(cut)
 
 
+def record_in(line: bytes) -> dict[str, Any] | None:
+    """Return the record in a line of ``metrics.jsonl``; None if it is damaged or cut short."""
+    try:
+        record = parse_json(line)
+    except ValueError:
+        return None
+    whole = line.endswith(b"\n") and isinstance(record, dict) and record.get("kind") in [*KINDS]
+    if not whole or type(record.get("step")) is not int or "loss" not in record:
+        return None
+    return record if isinstance(record["loss"], float | NoneType) else None
+
+
 def plot_loss_curve(out_dir: Path) -> None:
-    """Draw training and validation loss of ``metrics.jsonl`` over steps into loss.png."""
+    """Draw training and validation loss of ``metrics.jsonl`` over steps into loss.png.
+
+    Raises ``RunError`` for a line that is no record.
+    """
     from matplotlib.figure import Figure
 
-    records = [json.loads(line) for line in (out_dir / METRICS).read_text().splitlines()]
+    path, records = out_dir / METRICS, []
+    for number, line in enumerate(read_bytes(path).splitlines(keepends=True), start=1):
+        record = record_in(line)
+        if record is None:
+            raise RunError(
+                f"{path}:{number} must be a record of this run, got {line!r:.60}; the same command "
+                f"moves it to {CUT} and draws the loss"
+            )
+        records.append(record)
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for kind, style in (("train", "-"), ("validation", "o-")):
+    for kind, style in KINDS.items():
         mine = [r for r in records if r["kind"] == kind and r["loss"] is not None]
         points = [(r["step"], r["loss"]) for r in mine]
         if points:
