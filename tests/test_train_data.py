@@ -1,10 +1,13 @@
 """The order of training data, and the text it comes from."""
 
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -79,6 +82,54 @@ def test_a_text_is_known_by_its_digest_wherever_it_lies(tmp_path):
     assert conflict == (
         f"{key} is '{here[key]}' (of {tmp_path}/b) there and '{other[key]}' (of {tmp_path}/a) here"
     )
+
+
+def other_ids(path: Path) -> None:
+    np.save(path, np.full_like(np.load(path), 77))
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-100]),
+    "empty": lambda path: path.write_bytes(b""),
+    "other ids": other_ids,
+    "no digest": lambda path: path.with_suffix(".json").unlink(),
+    "nested digest": lambda path: path.with_suffix(".json").write_text("[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_tokens_that_are_not_those_of_the_text_are_made_anew(tmp_path, damage, capsys):
+    pytest.importorskip("mistral_common")
+    (tmp_path / "text").write_text("words, words, words " * 20)
+    config = replace(CONFIG, data=replace(CONFIG.data, text=tmp_path / "text"))
+    config = replace(config, out_dir=tmp_path / "run")
+    path, *_ = tokens = tokenise(config)
+    ids = np.load(path)
+    assert tokenise(config) == tokens and capsys.readouterr().err == ""
+    DAMAGES[damage](path)
+    assert tokenise(config) == tokens and np.array_equal(np.load(path), ids)
+    said = f"{path} is not what {path.stem}.json says; making it anew\n"
+    assert capsys.readouterr().err == said
+    assert tokenise(config) == tokens and capsys.readouterr().err == ""
+
+
+def test_tokens_that_cannot_be_made_or_seen_are_an_error(tmp_path):
+    pytest.importorskip("mistral_common")
+    (tmp_path / "text").write_text("words, words, words " * 20)
+    config = replace(CONFIG, data=replace(CONFIG.data, text=tmp_path / "text"))
+    config = replace(config, out_dir=tmp_path / "run")
+    path, *_ = tokens = tokenise(config)
+    fifo(path)
+    with pytest.raises(RunError, match=f"^cannot write {path}: Not a regular file$"):
+        tokenise(config)
+    path.unlink()
+    with pytest.raises(RunError, match=f"^{path} must lie where all ranks see it, but one cannot"):
+        open_corpus(config, tokens)
 
 
 def rank_main(group: Any, text: Path, *options: str) -> str:

@@ -20,8 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flce_dist.filtered import frequency_order
+from flce_dist.launch.program import RunError
+from flce_dist.launch.read import digest, parse_json, read_bytes
 from flce_dist.launch.train.config import TEXT_SHA256, RunConfig
-from flce_dist.launch.write import replacing
+from flce_dist.launch.train.ranks import say
+from flce_dist.launch.write import replacing, write_json
 from flce_dist.launch.yaml_config import read_utf8, require
 
 PART = 1 << 20
@@ -72,7 +75,7 @@ class Corpus:
 
 
 class Tokens(NamedTuple):
-    path: Path  # an int32 file of NumPy
+    path: Path  # an int32 file of NumPy, with its size and SHA-256 beside it
     vocab_size: int
     sources: dict[str, str]  # digests of text and vocabulary
 
@@ -81,8 +84,8 @@ def tokenise(config: RunConfig) -> Tokens:
     """Tokenise the text with Tekken's 131,072-entry vocabulary, which mistral-common carries.
 
     For one rank. The file lies in a folder ``tokens`` beside ``out_dir`` and is named by the
-    digests, for later runs. A text that is not UTF-8 or too short raises ``ConfigError`` before
-    anything is written.
+    digests, for later runs, which make a damaged one anew. A text that is not UTF-8 or too short
+    raises ``ConfigError`` before anything is written.
     """
     tokenizer, vocabulary = load_tokenizer()
     if config.data.text is None:  # the manual inside CPython: prose, PSF licence
@@ -97,18 +100,42 @@ def tokenise(config: RunConfig) -> Tokens:
     }
     name = "-".join(digest[:16] for digest in sources.values())
     path = config.out_dir.parent / "tokens" / f"{name}.npy"
-    known = path.exists()
-    ids = np.load(path, mmap_mode="c") if known else encode(tokenizer, text)
-    cut(ids, config)
-    if not known:
+    if _is_whole(path):
+        cut(np.load(path, mmap_mode="c"), config)
+    else:
+        if path.exists():
+            say(f"{path} is not what {_digest_path(path).name} says; making it anew")
+        ids = encode(tokenizer, text)
+        cut(ids, config)
         with replacing(path, ids.nbytes) as scratch, scratch.open("wb") as file:
             np.save(file, ids)
+        write_json(_digest_path(path), digest(path))
     return Tokens(path, tokenizer.n_words, sources)
 
 
+def _digest_path(path: Path) -> Path:
+    return path.with_suffix(".json")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file of tokens is there and has the digest that was written beside it."""
+    try:
+        return bool(parse_json(read_bytes(_digest_path(path))) == digest(path))
+    except (OSError, ValueError):
+        return False
+
+
 def open_corpus(config: RunConfig, tokens: Tokens) -> Corpus:
-    """Return sequences that stay in the file until a batch needs them."""
-    sequences = cut(np.load(tokens.path, mmap_mode="c"), config)
+    """Return sequences that stay in the file until a batch needs them.
+
+    Raises ``RunError`` if this rank does not see the file that one rank made.
+    """
+    try:
+        ids = np.load(tokens.path, mmap_mode="c")
+    except (OSError, ValueError) as error:
+        must = f"{tokens.path} must lie where all ranks see it"
+        raise RunError(f"{must}, but one cannot read it: {error}") from error
+    sequences = cut(ids, config)
     corpus = Corpus(
         *sequences, tokens.vocab_size, config.seed, tokens.sources, config.data.prompt_tokens
     )
