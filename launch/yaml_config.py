@@ -6,6 +6,7 @@ for what the command line gives.
 
 import dataclasses
 import difflib
+import reprlib
 import typing
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -14,6 +15,7 @@ import yaml
 
 from flce_dist.arguments.options import Range, declared
 from flce_dist.launch.program import RunError
+from flce_dist.launch.read import read_bytes
 
 Schema = TypeVar("Schema")
 
@@ -22,6 +24,11 @@ SIZE_OR_0 = Range("within [0, 2**31)", lambda x: 0 <= x < 2**31)
 SEED = Range("within [0, 2**32)", lambda x: 0 <= x < 2**32)
 NOT_NEGATIVE = Range("that is finite and at least 0", lambda x: 0.0 <= x < float("inf"))
 BELOW_1 = Range("within [0, 1)", lambda x: 0.0 <= x < 1.0)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+"""How a wrong value is shown: aliases in a few lines of YAML can hold more than any memory."""
 
 
 class ConfigError(RunError):
@@ -49,7 +56,7 @@ def read_yaml(schema: type[Schema], path: Path) -> Schema:
     text = read_utf8(path, "--config")
     try:
         values = yaml.load(text, _Loader)
-        return _converted({} if values is None else values, schema, "")
+        return converted({} if values is None else values, schema, "")
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         problem = ", ".join(part for part in (error.context, error.problem) if part)
@@ -91,7 +98,7 @@ class _Loader(yaml.SafeLoader):
 def read_utf8(path: Path, option: str) -> str:
     """Return the text of the file that ``option`` names, or raise ``ConfigError``."""
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
         return data.decode("utf-8")
     except OSError as error:
         got = f"{path}: {error.strerror}"
@@ -134,26 +141,34 @@ def split_config_option(argv: list[str]) -> tuple[Path | None, list[str]]:
     return None, argv
 
 
-def _converted(value: Any, hint: Any, key: str) -> Any:
-    """Return the value of ``key`` as the annotated type; nothing but int to float is converted."""
+def converted(value: Any, hint: Any, key: str) -> Any:
+    """Return the value of ``key`` as the annotated type; nothing but int to float is converted.
+
+    Dictionaries become dataclasses and lists tuples. What does not fit raises ``ConfigError``.
+    """
+    shown = _SHORT.repr(value)
     if dataclasses.is_dataclass(hint):
         section = key or "the top level"
-        require(isinstance(value, dict), f"{section} must hold keys and values, got {value!r}")
+        require(isinstance(value, dict), f"{section} must hold keys and values, got {shown}")
         prefix, hints = f"{key}." if key else "", typing.get_type_hints(hint)
         given: dict[str, Any] = {}
         for name, item in value.items():
             close = difflib.get_close_matches(str(name), hints, n=1)
             known = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(hints)}"
             require(name in hints, f"unknown key {prefix}{name}; {known}")
-            given[name] = _converted(item, hints[name], f"{prefix}{name}")
+            given[name] = converted(item, hints[name], f"{prefix}{name}")
         return typing.cast(Any, hint)(**given)
     kind, optional, choices, _ = declared(hint)
     if value is None and optional:
         return None
     if kind is tuple:
-        require(isinstance(value, list), f"{key} must be a list, got {value!r}")
-        inner, _ = typing.get_args(hint)  # tuple[inner, ...]
-        return tuple(_converted(item, inner, f"{key}[{i}]") for i, item in enumerate(value))
+        require(isinstance(value, list), f"{key} must be a list, got {shown}")
+        inner = typing.get_args(hint)
+        inner = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        length = f"{key} must have {len(inner)} items, got {shown}"
+        require(len(value) == len(inner), length)
+        of_items = enumerate(zip(value, inner, strict=True))
+        return tuple(converted(item, kind, f"{key}[{i}]") for i, (item, kind) in of_items)
     if kind is Path and isinstance(value, str):
         return Path(value)
     if kind is float and type(value) is int and abs(value) < 2**1023:  # no float beyond
@@ -161,5 +176,5 @@ def _converted(value: Any, hint: Any, key: str) -> Any:
     advice = "; YAML reads 1e-3 as text, write 1.0e-3" if kind is float else ""
     wanted = f"one of {', '.join(choices)}" if choices else kind.__name__
     good = value in choices if choices else type(value) is kind
-    require(good, f"{key} must be {wanted}, got {value!r}{advice}")
+    require(good, f"{key} must be {wanted}, got {shown}{advice}")
     return value

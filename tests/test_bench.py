@@ -221,7 +221,10 @@ def test_an_ended_benchmark_goes_on_after_the_last_whole_shape(tmp_path, monkeyp
     assert measured[3:] == [1.0, 0.5]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"about": {}}', '{"about": {}, "records": [{}]}'])
+@pytest.mark.parametrize("text", [
+    "{", "[]", '{"about": {}}', '{"about": {}, "records": [{}]}', "[" * 100_000,
+    '{"about": [], "records": []}', '{"about": {"peers": 1}, "records": []}',
+])  # fmt: skip
 def test_something_else_is_not_overwritten(tmp_path, text):
     (tmp_path / "out").mkdir()
     path = tmp_path / "out" / "found.v1.json"

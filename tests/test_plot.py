@@ -1,6 +1,7 @@
 """Figures of records and profiles: what they say, and that nothing in them overlaps."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,36 @@ def test_time_of_best_ids_against_their_number():
     assert np.allclose(lines["ranks"].get_ydata(), 1.1)
     assert_readable(figure)
     assert best(found[:4]) is None  # one number of ids is no line
+
+
+PROFILE_ENTRY = {
+    "shape": {"T": 8, "H": 4, "V": 16, "dtype": "bf16"},
+    "run": "triton cached",
+    "kernels": [{"name": "gemm", "launches": 1.0, "time_us": 2}],
+    "timeline": [["products", 0.0, 2.0]],
+}
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), [
+    ("a", {"T": "8"}, r"records\[0\]\.T must be int, got '8'"),
+    ("a", {"p50_ms": [1.0]}, r"records\[0\]\.p50_ms must be float, got \[1\.0\]"),
+    ("a", {"imql": "x"}, r"unknown key records\[0\]\.imql; did you mean records\[0\]\.impl"),
+    ("a.profile", {"timeline": [["thinking", 0.0, 2.0]]}, r"timeline\[0\]\[0\] must be one of"),
+    ("a.profile", {"timeline": [["products", 0.0]]}, r"timeline\[0\] must have 3 items"),
+    ("a.profile", {"shape": {"T": 8}}, "with about and profiles: "),
+    ("a.profile", {"run": None}, r"profiles\[0\]\.run must be str, got None"),
+])  # fmt: skip
+def test_a_damaged_value_of_a_file_is_named(tmp_path, name, changes, message):
+    entry = PROFILE_ENTRY if "profile" in name else asdict(DIAL[0])
+    key = "profiles" if "profile" in name else "records"
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps({"about": ABOUT, key: [entry]}))
+    plot.draw([path], tmp_path / "figures")
+    path.write_text(json.dumps({"about": ABOUT, key: [{**entry, **changes}]}))
+    with pytest.raises(
+        ConfigError, match=rf"{name}\.json must be a .* of the benchmark.*{message}"
+    ):
+        plot.draw([path], tmp_path / "figures")
 
 
 def test_the_caption_says_what_the_numbers_hold_for():

@@ -57,6 +57,8 @@ def test_yaml_gives_values_and_the_command_line_overrides_them(tmp_path):
     ("optimizer:\n  lr: 1" + "0" * 400, r"optimizer\.lr must be float, got 1000"),
     ("steps: !!python/tuple []", r"run\.yaml:1: must be YAML: could not determine a constr"),
     ("[" * 1000, r"run\.yaml must be YAML of a few levels"),
+    ("steps: [&a [1, 1], &b [*a, *a], &c [*b, *b], &d [*c, *c], &e [*d, *d], &f [*e, *e]]",
+     r"steps must be int, got \[\[1, 1\], .*\.\.\."),
     ("[]", r"the top level must hold keys and values, got \[\]"),
     ("shapes: 3", r"shapes must be a list, got 3"),
     ("shapes: [{T: 1}, {t: 1}]", r"unknown key shapes\[1\]\.t; known: T, H, V"),

@@ -89,6 +89,8 @@ def _bench(
     records: list[Record] = []
     if not config.fresh:  # rank 0 alone writes, and other hosts may not see its files
         records = on_rank_0(lambda: files.records_so_far(config.out, facts))
+    if config.profile or config.trace:
+        on_rank_0(lambda: files.profiles_so_far(config.out))
     done = set(map(_PROBLEM, records))
     shapes = config.shapes if head is None else (head.shape,)
     for number, shape in enumerate(shapes, start=1):

@@ -7,16 +7,27 @@ says what the numbers hold for: hardware, versions, commit, command and configur
 import csv
 import dataclasses
 import io
-import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flce_dist.launch.bench.profiles import KernelTime, Profile
+from flce_dist.launch.bench.profiles import Profile
 from flce_dist.launch.bench.report import FIELDS, Record
+from flce_dist.launch.read import parse_json, read_bytes
 from flce_dist.launch.write import strict_json, write_json, write_text
-from flce_dist.launch.yaml_config import ConfigError, require
+from flce_dist.launch.yaml_config import ConfigError, converted, require
+
+
+@dataclass(frozen=True)
+class _Size:
+    """Of a shape in a profile."""
+
+    T: int
+    H: int
+    V: int
+    dtype: str
 
 
 class ProfiledRun(NamedTuple):
@@ -56,44 +67,78 @@ def write_profiles(
 
     What the file has of other shapes stays if it is of the same hardware, versions and commit.
     """
-    path = with_suffix(out, ".profile.json")
-    about = json.loads(strict_json({key: about[key] for key in about if key != "command"}))
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    kept: list[dict[str, Any]] = before["profiles"] if before.get("about") == about else []
-    found = [entry for entry in kept if entry["shape"] != shape]
+    about = parse_json(strict_json({key: about[key] for key in about if key != "command"}))
+    before, entries = profiles_so_far(out)
+    kept = [entry for entry in entries if before == about and entry["shape"] != shape]
     for name, profile in profiles.items():
-        found.append({"shape": shape, "run": name, **dataclasses.asdict(profile)})
-    write_json(path, {"about": about, "profiles": found})
+        kept.append({"shape": shape, "run": name, **dataclasses.asdict(profile)})
+    write_json(with_suffix(out, ".profile.json"), {"about": about, "profiles": kept})
+
+
+def profiles_so_far(out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return ``about`` and the entries of ``out.profile.json``; none if there is no such file.
+
+    Raises as ``read_profiles``.
+    """
+    path = with_suffix(out, ".profile.json")
+    return _read(path, *_PROFILES, _profile_entry) if path.exists() else ({}, [])
 
 
 def read_results(path: Path) -> tuple[dict[str, Any], list[Record]]:
     """Return ``about`` and the records of a JSON result file; raise ``ConfigError`` for another."""
-    return _read(path, "result file", "records", lambda row: Record(**row))
+    return _read(path, "result file", "records", lambda row, key: converted(row, Record, key))
 
 
 def read_profiles(path: Path) -> tuple[dict[str, Any], list[ProfiledRun]]:
     """Return ``about`` and the runs of an ``out.profile.json``; raise as ``read_results``."""
-    return _read(path, "profile", "profiles", _profiled_run)
+    return _read(path, *_PROFILES, _profiled_run)
 
 
-def _read(path: Path, kind: str, key: str, item_of: Callable[..., Any]) -> Any:
-    """Return ``about`` and the items under ``key`` of a file of this kind."""
+_PROFILES = "profile", "profiles"
+
+
+def _read(path: Path, kind: str, key: str, item_of: Callable[[Any, str], Any]) -> Any:
+    """Return ``about`` and the items under ``key`` of a file of this kind.
+
+    ``item_of`` gets an entry and its place in the file.
+    """
     expected = f"{path} must be a {kind} of the benchmark"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found["about"], [item_of(entry) for entry in found[key]]
+        content = parse_json(read_bytes(path))
+        items = [item_of(entry, f"{key}[{i}]") for i, entry in enumerate(content[key])]
+        return _checked_about(content["about"]), items
     except OSError as error:
+        raise ConfigError(f"{expected}: {error}") from error
+    except ConfigError as error:
         raise ConfigError(f"{expected}: {error}") from error
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{expected}, with about and {key}: {error!r}") from error
 
 
-def _profiled_run(entry: dict[str, Any]) -> ProfiledRun:
-    size, run = entry.pop("shape"), entry.pop("run")
-    entry["kernels"] = tuple(KernelTime(**kernel) for kernel in entry["kernels"])
-    entry["timeline"] = tuple(map(tuple, entry.get("timeline", ())))
-    shape = f"T={size['T']}, H={size['H']}, V={size['V']}, {size['dtype']}"
-    return ProfiledRun(shape, run, Profile(**entry))
+def _checked_about(about: Any) -> dict[str, Any]:
+    """Return ``about`` if what figures take from it is what they expect."""
+    require(isinstance(about, dict), f"about must hold keys and values, got {about!r:.60}")
+    peers = about.get("peers", {})
+    require(isinstance(peers, dict), f"about.peers must hold keys and values, got {peers!r:.60}")
+    converted(about.get("ranks", 1), int, "about.ranks")
+    converted(about.get("commit"), str | None, "about.commit")
+    checked: dict[str, Any] = about
+    return checked
+
+
+def _profile_entry(entry: Any, place: str) -> dict[str, Any]:
+    _profiled_run(entry, place)
+    checked: dict[str, Any] = entry
+    return checked
+
+
+def _profiled_run(entry: Any, place: str) -> ProfiledRun:
+    require(isinstance(entry, dict), f"{place} must hold keys and values, got {entry!r:.60}")
+    size = converted(entry["shape"], _Size, f"{place}.shape")
+    run = converted(entry["run"], str, f"{place}.run")
+    numbers = {name: x for name, x in entry.items() if name not in ("shape", "run")}
+    shape = f"T={size.T}, H={size.H}, V={size.V}, {size.dtype}"
+    return ProfiledRun(shape, run, converted(numbers, Profile, place))
 
 
 def records_so_far(out: Path, about: dict[str, Any]) -> list[Record]:
@@ -102,7 +147,7 @@ def records_so_far(out: Path, about: dict[str, Any]) -> list[Record]:
     if not path.exists():
         return []
     before, records = read_results(path)
-    old, new = _flat(before), _flat(json.loads(strict_json(about)))  # where tuples are lists
+    old, new = _flat(before), _flat(parse_json(strict_json(about)))  # where tuples are lists
     differences = [
         f"{key} is {old.get(key)!r} there and {new.get(key)!r} here"
         for key in sorted((old.keys() | new.keys()) - {"command"})

@@ -16,6 +16,7 @@ from torch import Tensor
 from flce_dist.filtered import frequency_order
 from flce_dist.launch.bench.config import RunSpec, ShapeSpec
 from flce_dist.launch.process_group import Group, own_tokens, rank_and_size, reduced
+from flce_dist.launch.read import regular
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.testing import relative_rms
 
@@ -132,6 +133,8 @@ def load_head(path: Path, widen: int) -> Problem:
     repeated ``widen`` times, so that H grows and logits stay. Another file raises ``ConfigError``.
     """
     try:
+        with open(path, "rb", opener=regular):
+            pass
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         order = frequency_order(found["counts"])
         hidden, weight = found["hidden"][:HEAD_T], found["weight"][order.token_of_row]

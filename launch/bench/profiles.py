@@ -17,6 +17,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
+from flce_dist.launch.write import check_writable
+
 Kind = Literal["products", "other", "communication"]
 
 COMMUNICATION = re.compile(r"nccl|Memcpy PtoP")
@@ -87,7 +89,7 @@ def take_profile(
         if on_gpu:
             torch.cuda.synchronize(device)
     if trace is not None:
-        trace.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(trace)
         prof.export_chrome_trace(str(trace))
     if not on_gpu:
         times = [(event.name, event.self_cpu_time_total) for event in prof.events() or []]
