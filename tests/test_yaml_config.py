@@ -1,7 +1,11 @@
 """Strict YAML, numbers out of range; the configuration of a training run."""
 
+import ast
+import importlib
+import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -200,3 +204,36 @@ def test_learning_rate_rises_falls_and_stays():
     assert learning_rate(12, config) == learning_rate(99, config) == pytest.approx(0.1)
     flat = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=0, decay_steps=1)
     assert learning_rate(1, flat) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("name", ["bench", "plot", "verify"])
+def test_a_description_is_of_whole_paragraphs(name, monkeypatch, capsys):
+    """A line that begins with no letter would be broken off, wherever it ends."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("COLUMNS", "1000")
+    program = importlib.import_module(f"flce_dist.launch.{name}.__main__")
+    with pytest.raises(SystemExit):
+        program.main(["--help"])
+    text = capsys.readouterr().out
+    description = re.split(r"\n\W+(positional arguments|options)\W+\n", text)[0]
+    for paragraph in description.split("\n\n"):
+        lines = [line for line in paragraph.splitlines() if line and line[0] != " "]
+        assert len(lines) <= 1, paragraph
+    assert "filter_eps" not in text
+
+
+@pytest.mark.parametrize(("module", "least"), [("train", 15), ("bench", 15), ("verify", 4)])
+def test_the_help_of_an_option_is_one_line(module, least):
+    """Its line breaks would be kept, wherever they are."""
+    file = "__main__" if module == "verify" else "config"
+    text = (Path(__file__).parents[1] / "launch" / module / f"{file}.py").read_text()
+    classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    helps = [
+        text.value.value
+        for node in classes
+        for option, text in pairwise(node.body)
+        if isinstance(option, ast.AnnAssign) and isinstance(text, ast.Expr)
+        if isinstance(text.value, ast.Constant)
+    ]
+    assert len(helps) >= least
+    assert [text for text in helps if "\n" in str(text)] == []

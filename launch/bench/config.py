@@ -135,13 +135,11 @@ class BenchConfig:
     sample_ms: Annotated[float, POSITIVE] = 20.0
     """A sample is as many calls back to back as take this long, and at least one."""
     settle_ms: Annotated[float, NOT_NEGATIVE] = 60.0
-    """Untimed calls before each sample: the clock of a card that is limited by power follows its
-    load with some delay."""
+    """Untimed calls before each sample, since a card's clock follows its load with some delay."""
     cuda_graph: bool = False
     """Time replays of CUDA graphs, floors included: what remains if the host is not in the way."""
     profile: bool = False
-    """Also write out.profile.json: the kernels of each run, how long each took, and what part of
-    its communication nothing hides."""
+    """Also write out.profile.json: each run's kernels, their times and bare communication."""
     trace: bool = False
     """Profile, and also write a trace of each run to look at: out.<shape>.<run>.trace.json.gz."""
     shapes: tuple[ShapeSpec, ...] = ()

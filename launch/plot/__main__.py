@@ -2,10 +2,9 @@
 
     python -m flce_dist.launch.plot runs/bench/peers.json runs/bench/dial.json --out runs/figures
 
-A file ``<name>.json`` gives the figures that its records are enough for: ``<name>-memory.png``,
-``-dial.png``, ``-shares.png``, ``-best.png``; a profile, ``<name>.profile.json``,
-``<name>-timeline.png``; files of one grid, commit and kind of GPU on different numbers of ranks
-``<first name>-scaling.png``.
+A file name.json gives the figures that its records are enough for: name-memory.png, name-dial.png,
+name-shares.png and name-best.png. A profile, name.profile.json, gives name-timeline.png, and files
+of one grid, commit and kind of GPU on different numbers of ranks give first_name-scaling.png.
 """
 
 from flce_dist.launch.program import run_program  # isort: skip  # before other packages

@@ -77,8 +77,7 @@ class HeadConfig:
     softcap: float | None = None
     logit_scale: float = 1.0
     filter_eps: Annotated[float | None, BELOW_1] = None
-    """Approximate gradients where no probability reaches this; kept_share and rank_one_mass are
-    recorded. Saves time only with data.by_frequency."""
+    """Approximate gradients where no probability reaches this; faster with data.by_frequency."""
     skip_ignored: bool = False
     """Leave out the tokens that data.prompt_tokens ignores."""
 
