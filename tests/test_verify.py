@@ -5,6 +5,7 @@ import functools
 import io
 import json
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,9 +27,9 @@ from flce_dist.launch.verify.cases import (
     part_cached_budget,
     variants,
 )
-from flce_dist.launch.verify.checks import make_truth, run_case
+from flce_dist.launch.verify.checks import inputs_and_truths, make_truth, run_case
 from flce_dist.launch.verify.data import make_data
-from flce_dist.launch.verify.report import Record, worst_of_ranks
+from flce_dist.launch.verify.report import Record, worst_case, worst_of_ranks
 from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.schedules.choose import plan
 from flce_dist.testing import ErrorBudget
@@ -113,14 +114,69 @@ def test_all_ranks_agree_on_the_verdict(pools, fault, tmp_path):
     assert all((error > 0) is (fault == "loss_off_by_1e_4") for error in differ)
 
 
-def test_nothing_verified_is_not_a_pass(monkeypatch, capsys):
-    monkeypatch.setattr(verify, "_fits", lambda *args: False)
-    assert run() == 1
-    assert "do not fit into memory" in capsys.readouterr().out
+def test_a_shape_that_does_not_fit_is_an_error_before_anything_is_checked(tmp_path, capsys):
+    """Whichever of the tensors it is that is too large."""
+    output = tmp_path / "verify.json"
+    for shape in (
+        ("2000000", "1", "2000000"),
+        ("2000000000", "2000", "16"),
+        ("16", "2000000000", "16"),
+    ):
+        fits = "--device", "cpu", "--shapes", "24", "64", "200", *shape
+        numbers = ", ".join(shape)
+        with pytest.raises(ConfigError, match=rf"^shapes must fit .* \({numbers}\) needs .* GiB"):
+            verify.main([*fits, "--output", str(output)])
+    assert capsys.readouterr().out == "" and not output.exists()
+
+
+def test_ranks_agree_on_what_fits(pools, tmp_path):
+    """The least memory counts, also that of one rank."""
+    for faulty, kilobytes in ((1, 10_000), (2, 10_000_000)):
+        (tmp_path / f"{faulty}").write_text(f"MemAvailable:   {kilobytes} kB\n")
+    found = pools[2].run(memory_rank, tmp_path)
+    assert len(set(found)) == 1 and found[0].endswith(
+        "on each rank for results in fp64, got 0.0 GiB free"
+    )
+
+
+def memory_rank(group: Any, folder: Path) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "MEMINFO", folder / f"{group.rank() + 1}")
+        with pytest.raises(ConfigError) as error:
+            run()
+    return str(error.value)
+
+
+TINY = [(16, 8, 16, 16), (16, 16, 10, 16), (17, 2, 12, 19), (32, 8, 16, 13), (16, 1, 10, 0)]
+"""And seeds by which chance makes eager PyTorch's error small, or an entropy."""
+
+
+@pytest.mark.parametrize(("T", "H", "V", "seed"), TINY)
+def test_a_few_tokens_are_judged_fairly(T, H, V, seed):
+    args = ["--schedules", "cached", "--seed", str(seed), "--device", "cpu", "--quiet"]
+    assert verify.main([*args, "--dtypes", "fp32", "--shapes", *map(str, (T, H, V))]) == 0
+
+
+def test_several_draws_do_not_hide_a_fault(mutate):
+    """Of one percent in a gradient of few tokens."""
+    variant, shape = variants()[0], Shape(16, 8, 16)
+    data, truth = inputs_and_truths(variant, shape, 1, torch.float32, torch.device("cpu"), seed=0)
+    (case, *_) = cases(variant, ("recompute",), 1, None)
+    expected = truth(False, None)
+    assert all(check.met for check in run_case(case, data, expected, None, "eager").values())
+    mutate(verify_checks, "linear_cross_entropy", gradient_off_by_1_percent)
+    check = run_case(case, data, expected, None, "eager")["dhidden"]
+    assert not check.met and check.budget < 1e-4 < check.error
+    assert expected.draws is not None and len(expected.draws()) == verify_checks.DRAWS
+    assert not torch.equal(expected.draws()[0].oracle["dhidden"], expected.oracle["dhidden"])
 
 
 @pytest.mark.parametrize("args, message", [
-    (["--shapes", "8", "0", "16"], r"^shapes\[0\]\[1\] must be an int within .*, got 0$"),
+    (["--shapes", "16", "0", "16"], r"^shapes\[0\]\[1\] must be an int within .*, got 0$"),
+    (["--shapes", "15", "8", "16"], r"^shapes\[0\]\[0\] must be an int within \[16, .* got 15$"),
+    (["--shapes", "16", "8", "5"], r"^shapes\[0\]\[2\] must be an int within \[10, .* got 5$"),
+    (["--schedules"], "^schedules must name at least one, got none$"),
+    (["--dtypes"], "^dtypes must name at least one, got none$"),
     (["--seed=-1"], r"^seed must be an int within \[0, 2\*\*32\), got -1$"),
     (["--device", "cuda"], "^device=cuda needs a GPU, found none$"),
 ])  # fmt: skip
@@ -148,15 +204,33 @@ def test_the_worst_rank_counts(worst, monkeypatch):
         assert merged.failure == "rank 1: boom"
 
 
-def test_a_table_is_printed_once_it_is_measured(monkeypatch, capsys):
+def test_the_worst_case_is_named():
+    """By its share of the budget; what raised, then what is NaN, is worse than any miss."""
+    title = "fp32, T=1 H=2 V=3: "
+    good = [record(0.5), record(0.3, 0.4)]
+    met = worst_case(good)
+    assert met == f"{title}2 cases, 0 missed; worst: loss 3.0e-01 / 4.0e-01, plain (mean), cached"
+    nan = [*good, record(2.0), record(float("nan"))]
+    assert f"{title}4 cases, 2 missed; worst: loss nan / 1.0e+00" in worst_case(nan)
+    raised = worst_case([*nan, record(0.0, failure="boom")])
+    assert raised == f"{title}5 cases, 3 missed; worst: plain (mean), cached raised"
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_table_is_printed_once_it_is_measured(monkeypatch, capsys, quiet):
+    """Below its worst case, which is all that is left of it with --quiet."""
+
     def one_and_an_interrupt(*args):
         yield [record(0.5)]
         raise KeyboardInterrupt
 
     monkeypatch.setattr(verify, "_tables", one_and_an_interrupt)
     with pytest.raises(KeyboardInterrupt):
-        verify.main(["--device", "cpu"])
-    assert "fp32, T=1 H=2 V=3: error / budget" in capsys.readouterr().out
+        verify.main(["--device", "cpu", *["--quiet"] * quiet])
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == worst_case([record(0.5)])
+    assert ("fp32, T=1 H=2 V=3: error / budget" in "".join(lines)) is not quiet
+    assert bool(lines) is not quiet
 
 
 SCHEDULES: Any = ("recompute", "cached", "in_forward", "auto")

@@ -4,21 +4,23 @@
     python -m flce_dist.launch.verify --dtypes fp32 --shapes 64 48 1000   # one process
 
 All ranks form one tensor-parallel group. Every schedule, reduction and main option, with and
-without sequence parallelism, is compared with fp64; gradients with filter_eps are compared with
-their definition in fp64. Errors are printed beside their budgets, and the exit status is 1 if one
-is missed on any rank. NCCL on GPUs, gloo elsewhere.
+without sequence parallelism, is compared with fp64; filtered gradients, which belong to recompute
+and have a shape of their own, are compared with their definition in fp64. Tokens and vocabulary are
+rounded up to multiples of the ranks. Errors are printed beside their budgets, the worst case of
+each table first. The exit status is 1 if a budget is missed on any rank, and 2 if what was asked
+for cannot be checked, such as a shape that does not fit into memory. NCCL on GPUs, gloo elsewhere.
 """
 
 from flce_dist.launch.program import run_program  # isort: skip  # before other packages
 
-import functools
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -37,13 +39,15 @@ from flce_dist.launch.process_group import (
     start,
 )
 from flce_dist.launch.verify import cases
-from flce_dist.launch.verify.checks import make_truth, run_case
-from flce_dist.launch.verify.data import make_data
-from flce_dist.launch.verify.report import Record, summary, table, worst_of_ranks
+from flce_dist.launch.verify.checks import inputs_and_truths, run_case
+from flce_dist.launch.verify.report import Record, summary, table, worst_case, worst_of_ranks
 from flce_dist.launch.write import check_writable, write_json
-from flce_dist.launch.yaml_config import SEED, SIZE, check_ranges
+from flce_dist.launch.yaml_config import SEED, SIZE, check_ranges, require
 
 Size = Annotated[int, SIZE]
+Tokens = Annotated[int, cases.TOKENS]
+Vocabulary = Annotated[int, cases.VOCABULARY]
+MEMINFO = Path("/proc/meminfo")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -52,10 +56,8 @@ class Settings:
     """What to check. By default everything, at a plain, an odd and a wide shape."""
 
     dtypes: tuple[Literal["fp32", "bf16", "fp16"], ...] = ("fp32", "bf16", "fp16")
-    shapes: tuple[tuple[Size, Size, Size], ...] = ()
-    """Triples of tokens, hidden size and vocabulary, over all ranks; tokens and vocabulary are
-    rounded up to multiples of the ranks. By default chosen by device. Cases with filter_eps, which
-    belong to recompute, have a shape of their own beside them."""
+    shapes: tuple[tuple[Tokens, Size, Vocabulary], ...] = ()
+    """Tokens, hidden size and vocabulary of each, over all ranks. By default chosen by device."""
     schedules: tuple[ScheduleName, ...] = ("recompute", "cached", "in_forward", "auto")
     impl: Impl | None = None
     """By default what linear_cross_entropy chooses on this device."""
@@ -63,16 +65,23 @@ class Settings:
     seed: Annotated[int, SEED] = 0
     output: Path | None = None
     """JSON file for all errors and budgets, the hardware and the versions."""
+    quiet: bool = False
+    """Print the worst case of each table, misses and the verdict, and no tables."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Return 0 if every rank met every budget, else 1."""
+    """Return 0 if every rank met every budget, else 1.
+
+    Raises ``ConfigError`` for what cannot be checked, before anything is.
+    """
     show_errors = os.environ.get("RANK", "0") == "0"
     settings = tyro.cli(
         Settings, prog="python -m flce_dist.launch.verify", args=args, description=__doc__,
         console_outputs=show_errors,
     )  # fmt: skip
     check_ranges(settings)
+    for name in ("dtypes", "schedules"):
+        require(bool(getattr(settings, name)), f"{name} must name at least one, got none")
     device_type = device_type_of(settings.device)
     if settings.output is not None and show_errors:
         check_writable(settings.output)
@@ -80,14 +89,17 @@ def main(args: Sequence[str] | None = None) -> int:
     device, tp_group = start(device_type)
     rank, P = rank_and_size(tp_group)
     console = Console(quiet=rank != 0, width=None if sys.stdout.isatty() else 170)
+    plain: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
 
     records: list[Record] = []
     for found in _tables(settings, device, tp_group, console):
         found = worst_of_ranks(found, tp_group)
-        console.print(table(found))
+        console.print(worst_case(found), **plain)
+        if not settings.quiet:
+            console.print(table(found))
         records += found
     facts = {"ranks": P, **about(device), "seconds": round(time.monotonic() - started, 1)}
-    console.print("\n".join(summary(records, facts)), highlight=False, markup=False, soft_wrap=True)
+    console.print("\n".join(summary(records, facts)), **plain)
     passed = bool(records) and all(record.met for record in records)
     if settings.output is not None and rank == 0:
         rows = [record.as_json() for record in records]
@@ -104,26 +116,21 @@ def _tables(
     of_all = [*cases.variants(), *cases.score_variants(), *cases.best_variants()]
     grid = [(shape, of_all) for shape in asked or cases.default_shapes(device.type, P)]
     grid.append((cases.filtered_shape(P), cases.filtered_variants()))
-    fitting = []
-    for shape, losses in grid:
-        if _fits(shape, device, tp_group):
-            fitting.append((shape, losses))
-        else:
-            console.print(f"skipped {shape}: its fp64 logits do not fit into memory")
+    _check_memory([shape for shape, _ in grid], device, tp_group)
     todo = []
     for dtype in settings.dtypes:
-        for shape, losses in fitting:
+        for shape, losses in grid:
             budget = cases.part_cached_budget(shape, P, DTYPES[dtype])
             found = (cases.cases(variant, settings.schedules, P, budget) for variant in losses)
             todo.append((dtype, shape, [group for group in map(list, found) if group]))
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=console, transient=True, disable=settings.quiet) as progress:
         bar = progress.add_task("", total=sum(len(group) for *_, x in todo for group in x))
         for dtype, shape, groups in todo:
             records = []
             for group in groups:
                 variant = group[0].variant
-                data = make_data(variant, shape, P, DTYPES[dtype], device, settings.seed)
-                truth = functools.cache(functools.partial(make_truth, data, variant, P=P))
+                size = shape, P, DTYPES[dtype], device
+                data, truth = inputs_and_truths(variant, *size, seed=settings.seed)
                 for case in group:
                     progress.update(bar, description=f"{dtype} {variant.name}: {case.name}")
                     try:
@@ -140,15 +147,21 @@ def _tables(
                 yield records
 
 
-def _fits(shape: cases.Shape, device: torch.device, tp_group: Group) -> bool:
-    """Whether the truth, about ten tensors of [T, V_all] in fp64, fits into every rank's memory."""
+def _check_memory(shapes: list[cases.Shape], device: torch.device, tp_group: Group) -> None:
+    """Raise ``ConfigError`` on every rank unless each shape fits into every rank's memory."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        available = re.search(r"MemAvailable: *(\d+) kB", MEMINFO.read_text())
+        free = 1024 * int(available[1]) if available else 0
         free //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    least = reduced(torch.tensor(free, device=device), tp_group, dist.ReduceOp.MIN)
-    return 10 * 8 * shape.T * shape.V_all < int(least)
+    least = int(reduced(torch.tensor(free, device=device), tp_group, dist.ReduceOp.MIN))
+    for shape in shapes:
+        T, H, V_all = shape
+        needed = 8 * (10 * T * V_all + 6 * (T + V_all) * H)  # about ten logits, six of each operand
+        gib, free_gib = needed / 2**30, least / 2**30
+        must = f"shapes must fit into memory: {tuple(shape)} needs {gib:.1f} GiB on each rank"
+        require(needed < least, f"{must} for results in fp64, got {free_gib:.1f} GiB free")
 
 
 if __name__ == "__main__":

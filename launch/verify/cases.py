@@ -11,9 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from flce_dist import plan
-from flce_dist.arguments.options import Over, Reduction, ScheduleName
+from flce_dist.arguments.options import Over, Range, Reduction, ScheduleName
 
 METRICS = ("lse", "logprob", "entropy")
+VOCABULARY = Range("within [10, 2**31)", lambda x: 10 <= x < 2**31)
+"""Once padded, the least one has an entry more than the different ids of a token's scores."""
+TOKENS = Range("within [16, 2**31)", lambda x: 16 <= x < 2**31)
+"""Of fewer too few count, and are like most, to tell what errors are usual."""
 FILTER_EPS = 0.08
 """The largest probabilities of tiles are below half of it or above twice."""
 

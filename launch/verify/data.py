@@ -35,8 +35,9 @@ def make_data(
     """Draw inputs, among them the tokens that break losses.
 
     Confident tokens, tokens whose loss is beyond exp's range, ignored tokens that hold NaN, and
-    the first and last row of each shard as labels; or inputs to filter. T and the vocabulary are
-    rounded up to multiples of P, the vocabulary of uneven shards to one row more.
+    the first and last row of each shard as labels; or inputs to filter. The first token counts
+    and is like most. T and the vocabulary are rounded up to multiples of P, the vocabulary of
+    uneven shards to one row more.
     """
     T, H = round_up(shape.T, P), shape.H
     rows = round_up(shape.V_all, P) + variant.uneven
@@ -57,6 +58,7 @@ def make_data(
         _aim(hidden, weight, labels, {**dict.fromkeys(range(2, T, 4), 12.0), T // 2: -150.0})
     share = 0.8 if variant.counted or variant.skips else 0.1
     ignored = torch.rand(T, generator=generator) < share
+    ignored[0] = False
     labels[ignored] = -100
     hidden[ignored] = torch.nan
     weight[vocab_size:] *= 100.0  # would be seen, if it were

@@ -61,10 +61,24 @@ def worst_of_ranks(records: list[Record], tp_group: Group) -> list[Record]:
     return merged
 
 
+def worst_case(records: Sequence[Record]) -> str:
+    """Return a line about one dtype and shape: the case closest to its budget or beyond it most.
+
+    One that raised is worse than any.
+    """
+    missed = sum(not record.met for record in records)
+    count = f"{_title(records)}: {len(records)} cases, {missed} missed"
+    raised = [record for record in records if record.failure is not None]
+    if raised:
+        return f"{count}; worst: {raised[0].case.variant.title}, {raised[0].case.name} raised"
+    checks = [(check, name, r.case) for r in records for name, check in r.checks.items()]
+    check, name, case = max(checks, key=lambda item: share_of_budget(item[0]))
+    return f"{count}; worst: {name} {_numbers(check)}, {case.variant.title}, {case.name}"
+
+
 def table(records: Sequence[Record]) -> Table:
     """Return the table of one dtype and shape, with "error / budget" of the worst rank."""
-    T, H, V_all = records[0].shape
-    made = Table(title=f"{records[0].dtype}, T={T} H={H} V={V_all}: error / budget")
+    made = Table(title=f"{_title(records)}: error / budget")
     for heading in ("loss of", "schedule", *COLUMNS):
         made.add_column(heading, no_wrap=True)
     for variant, group in itertools.groupby(records, lambda record: record.case.variant):
@@ -97,6 +111,15 @@ def summary(records: list[Record], facts: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _title(records: Sequence[Record]) -> str:
+    T, H, V_all = records[0].shape
+    return f"{records[0].dtype}, T={T} H={H} V={V_all}"
+
+
+def _numbers(check: ErrorBudget) -> str:
+    return f"{check.error:.1e} / {f'{check.budget:.1e}' if check.budget else 0}"
+
+
 def _cell(record: Record, names: Iterable[str]) -> str:
     found = [record.checks[name] for name in names if name in record.checks]
     if not found:
@@ -104,7 +127,7 @@ def _cell(record: Record, names: Iterable[str]) -> str:
     worst = _worst(found)
     if worst.met and not worst.budget:
         return "exact"
-    text = f"{worst.error:.1e} / {f'{worst.budget:.1e}' if worst.budget else 0}"
+    text = _numbers(worst)
     return text if worst.met else f"[red]{text}[/]"
 
 
