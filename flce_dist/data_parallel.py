@@ -6,11 +6,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
 from flce_dist.api import apply
-from flce_dist.arguments import checks
-from flce_dist.arguments.options import OWN_SUM, LossOptions, Reduction, keywords_of
-from flce_dist.arguments.prepare import Arguments, checked_temperature, tempered
+from flce_dist.arguments import checks, values
+from flce_dist.arguments.options import (
+    OWN_SUM,
+    DataParallelOptions,
+    LossOptions,
+    Reduction,
+    keywords_of,
+)
+from flce_dist.arguments.prepare import Arguments, tempered
 from flce_dist.arguments.rank_check import check_facts, tell_refusal
 from flce_dist.parallel import collectives
 
@@ -27,7 +34,7 @@ def data_parallel_linear_cross_entropy(
     reduction: Reduction = "mean",
     token_weight: Tensor | None = None,
     temperature: float | Tensor = 1.0,
-    **options: Any,
+    **options: Unpack[DataParallelOptions],
 ) -> Tensor:
     """Return this rank's ``linear_cross_entropy``, fp32 (fp64 for fp64 inputs).
 
@@ -94,7 +101,7 @@ def _check_tokens_alike(
         temperature = given["temperature"]
         if not isinstance(temperature, Tensor):
             given = {**given, "temperature": None}
-            temperature = checked_temperature(temperature)
+            temperature = values.positive("temperature", temperature)
         checks.check_tensors(hidden, flat, bias=None, **given)
         checks.check_tokens(hidden, given["labels"], LossOptions(), 1)
     except Exception as error:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flce_dist import optimizer_state
-from flce_dist.arguments import checks, dtensor
+from flce_dist.arguments import dtensor, values
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 
@@ -45,9 +45,9 @@ class VocabShard(nn.Module):
         """Make the parameters and initialise them, unless on the meta device; collective."""
         super().__init__()
         padded_vocab_size = vocab_size if padded_vocab_size is None else padded_vocab_size
-        self.hidden_size = checks.count("hidden_size", hidden_size)
-        self.vocab_size = checks.count("vocab_size", vocab_size)
-        self.padded_vocab_size = checks.count("padded_vocab_size", padded_vocab_size)
+        self.hidden_size = values.count("hidden_size", hidden_size)
+        self.vocab_size = values.count("vocab_size", vocab_size)
+        self.padded_vocab_size = values.count("padded_vocab_size", padded_vocab_size)
         if self.padded_vocab_size < self.vocab_size:
             raise ValueError(
                 f"padded_vocab_size must be at least vocab_size = {vocab_size}, "

@@ -13,17 +13,11 @@ from typing import Annotated, Any, TypeVar
 
 import yaml
 
-from flce_dist.arguments.options import Range, declared
 from flce_dist.launch.program import RunError
+from flce_dist.launch.ranges import declared
 from flce_dist.launch.read import read_bytes
 
 Schema = TypeVar("Schema")
-
-SIZE = Range("within [1, 2**31)", lambda x: 1 <= x < 2**31)
-SIZE_OR_0 = Range("within [0, 2**31)", lambda x: 0 <= x < 2**31)
-SEED = Range("within [0, 2**32)", lambda x: 0 <= x < 2**32)
-NOT_NEGATIVE = Range("that is finite and at least 0", lambda x: 0.0 <= x < float("inf"))
-BELOW_1 = Range("within [0, 1)", lambda x: 0.0 <= x < 1.0)
 
 
 _SHORT = reprlib.Repr()

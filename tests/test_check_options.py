@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from flce_dist import filtered, linear_cross_entropy
-from flce_dist.arguments import checks
-from flce_dist.arguments.options import DECLARED, LossOptions
+from flce_dist.arguments import checks, values
+from flce_dist.arguments.options import KEYWORDS, LossOptions
 from tests.parallel_problem import complaint
 from tests.test_checks import arguments
 
@@ -53,16 +53,30 @@ WRONG: dict[str, tuple[str, list[Any]]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_an_option_of_another_type_or_beyond_its_range(name: str) -> None:
-    words, values = WRONG[name]
+    words, wrong = WRONG[name]
     complaint(linear_cross_entropy, **arguments(vocab_range=(0, 11)))  # equal to (0.0, 11.0)
-    for value in [*values, *ANYTHING]:
-        shown = "a Tensor" if isinstance(value, torch.Tensor) else repr(value)
+    for value in [*wrong, *ANYTHING]:
         said = complaint(linear_cross_entropy, **arguments(**{name: value}))
-        assert said == f"{name} must be {words}, got {shown}"
+        assert said.startswith(f"{name} must be {words}, got {values.shown(value)}")
 
 
 def test_every_option_has_wrong_values_here() -> None:
-    assert {*WRONG, "with_metrics"} == {*DECLARED}
+    assert {*WRONG} == {*KEYWORDS}
+
+
+@pytest.mark.parametrize(("name", "value", "got"), [
+    ("softcap", torch.tensor(2.0), "shape () and dtype torch.float32: pass float(softcap)"),
+    ("max_counted", torch.tensor([2]), "shape (1,) and dtype torch.int64: pass int(max_counted)"),
+    ("temperature", np.ones(9), "array([1., 1., 1., 1., 1., 1., 1., 1., 1.])"),
+    ("tp_group", torch.ones(9), "shape (9,) and dtype torch.float32"),
+    ("vocab_range", torch.ones(9), "shape (9,) and dtype torch.float32"),
+    ("reduction", torch.ones(1), "shape (1,) and dtype torch.float32"),
+    ("ignore_index", list(range(99)), f"{str(list(range(99)))[:100]}..."),
+])  # fmt: skip
+def test_errors_show_little_of_a_value_and_a_way_out(name: str, value: Any, got: str) -> None:
+    said = complaint(linear_cross_entropy, **arguments(**{name: value}))
+    kind = "a tensor of " if isinstance(value, torch.Tensor) else ""
+    assert said.endswith(f", got {kind}{got}")
 
 
 def test_numbers_of_numpy_are_as_good() -> None:
@@ -82,7 +96,8 @@ def test_numbers_of_numpy_are_as_good() -> None:
 
 @pytest.mark.parametrize("eps", [*FLOATS, None, -0.1, 1, 1.0, ""], ids=str)
 def test_thresholds_that_no_probability_has(eps: Any) -> None:
-    words = re.escape(f"eps of filtered.schedule must be a float within [0, 1), got {eps!r}")
+    got = values.shown(eps)
+    words = re.escape(f"eps of filtered.schedule must be a float within [0, 1), got {got}")
     with pytest.raises(ValueError, match=f"^{words}$"):
         filtered.schedule(eps)
 

@@ -14,7 +14,7 @@ from flce_dist.testing import run_ranks
 from tests.parallel_problem import complaint
 
 T, V, H = 6, 11, 4
-FLOAT_DTYPES = "torch.float32, torch.bfloat16, torch.float16, torch.float64"
+FLOAT_DTYPES = "torch.float32, torch.bfloat16, torch.float16 or torch.float64"
 KINDS: dict[str, tuple[Callable[[], Any], str]] = {
     "None": (lambda: None, "be a torch.Tensor, got NoneType"),
     "a list": (lambda: [0.0], "be a torch.Tensor, got list"),
@@ -29,14 +29,17 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: torch.nested.nested_tensor([torch.zeros(2, H)]),
         "be a dense tensor (torch.strided), got a nested tensor",
     ),
-    "bool": (lambda: torch.zeros(T, dtype=torch.bool), f"be one of {FLOAT_DTYPES}, got torch.bool"),
+    "bool": (
+        lambda: torch.zeros(T, dtype=torch.bool),
+        f"have dtype {FLOAT_DTYPES}, got torch.bool: pass NAME.float()",
+    ),
     "complex": (
         lambda: torch.zeros(T, dtype=torch.complex64),
-        f"be one of {FLOAT_DTYPES}, got torch.complex64",
+        f"have dtype {FLOAT_DTYPES}, got torch.complex64",
     ),
     "quantised": (
         lambda: torch.quantize_per_tensor(torch.zeros(T, H), 0.1, 0, torch.qint8),
-        f"be one of {FLOAT_DTYPES}, got torch.qint8",
+        f"have dtype {FLOAT_DTYPES}, got torch.qint8",
     ),
     "meta": (lambda: torch.zeros(T, H, device="meta"), "hold data, got a tensor on device meta"),
 }  # fmt: skip
@@ -49,6 +52,7 @@ ANOTHER_DTYPE = (
 NO_MEMBER = (
     "tp_group must be None or a torch.distributed.ProcessGroup that this rank belongs to, got "
 )
+NO_GRADIENT = "temperature must have requires_grad=False, since it gets no gradient, got True"
 OTHER_ROWS = "vocab_range must be half-open (start, end) with end - start = 11 from weight, got "
 BOTH_SUM = "leaves the sum over ranks to the caller"
 
@@ -60,17 +64,26 @@ VALUE_ERRORS: dict[str, dict[str, Any]] = {
     "weight must be [V, H] with H = 4 from hidden, got (11, 3)": {"weight": torch.zeros(V, 3)},
     "weight must be [V, H] with H = 4 from hidden, got (4,)": {"weight": torch.zeros(H)},
     ANOTHER_DTYPE.format("weight", "torch.bfloat16"): {"weight": torch.zeros(V, H).bfloat16()},
-    "labels must be one of torch.int64, torch.int32, got torch.float32": {"labels": torch.zeros(T)},
-    "bias must be [V] with V = 11 from weight, got (11, 1)": {"bias": torch.zeros(V, 1)},
+    "labels must have dtype torch.int64 or torch.int32, got torch.float32: pass labels.long()": {
+        "labels": torch.zeros(T)
+    },
+    "bias must be [V] with V = 11 from weight, got (11, 1): pass bias.reshape((11,))": {
+        "bias": torch.zeros(V, 1)
+    },
     ANOTHER_DTYPE.format("bias", "torch.float16"): {"bias": torch.zeros(V).half()},
-    "token_weight must be (6,), as tokens, got (6, 1)": {"token_weight": torch.ones(T, 1)},
-    "temperature must be (6,), as tokens, got (1,)": {"temperature": torch.ones(1)},
-    "temperature must have requires_grad=False, since it gets no gradient, got True": {
+    "token_weight must be (6,), as tokens, got (6, 1): pass token_weight.reshape((6,))": {
+        "token_weight": torch.ones(T, 1)
+    },
+    "temperature must be (6,), as tokens, got (1,): pass float(temperature)": {
+        "temperature": torch.ones(1)
+    },
+    "temperature must be (6,), as tokens, got (2,)": {"temperature": torch.ones(2)},
+    f"{NO_GRADIENT}: pass temperature.detach()": {
         "temperature": torch.ones(T, requires_grad=True)
     },
-    "temperature must be one of torch.float32, torch.bfloat16, torch.float16, torch.float64, "
-    "got torch.int64": {"temperature": torch.ones(T, dtype=torch.int64)},
-    "token_weight must have requires_grad=False, since it gets no gradient, got True": {
+    f"temperature must have dtype {FLOAT_DTYPES}, got torch.int64: pass temperature.float()": {
+        "temperature": torch.ones(T, dtype=torch.int64)},
+    f"{NO_GRADIENT}: pass token_weight.detach()".replace("temperature", "token_weight", 1): {
         "token_weight": torch.ones(T, requires_grad=True)
     },
     # groups; -100 is torch.distributed.GroupMember.NON_GROUP_MEMBER
@@ -78,6 +91,15 @@ VALUE_ERRORS: dict[str, dict[str, Any]] = {
     f"{NO_MEMBER}'tp'": {"tp_group": "tp"},
     f"{NO_MEMBER}-100": {"tp_group": -100},
     # shapes
+    "weight must be [V, H] with H = 4 from hidden, got (4, 11): pass weight.T": {
+        "weight": torch.zeros(H, V)
+    },
+    "labels must be (6,) from hidden (6, 4), got (6, 1): pass labels.reshape((6,))": {
+        "labels": torch.zeros(T, 1).long()
+    },
+    "labels must be (3, 2) from hidden (3, 2, 4), got (2, 3): pass labels.T": {
+        "hidden": torch.zeros(3, 2, H), "labels": torch.zeros(2, 3).long()
+    },
     "labels must be (6,) from hidden (6, 4), got (7,)": {"labels": torch.zeros(T + 1).long()},
     "labels must be (2, 3) from hidden (2, 3, 4), got (6,)": {"hidden": torch.zeros(2, 3, H)},
     "weight must have at least one row without vocab_range, got V = 0": {
@@ -160,7 +182,8 @@ def test_tensors_of_another_kind(name: str, kind: str) -> None:
     make, message = KINDS[kind]
     value = make()
     if name == "labels":
-        message = message.replace(FLOAT_DTYPES, "torch.int64, torch.int32")
+        message = message.replace(FLOAT_DTYPES, "torch.int64 or torch.int32")
+        message = message.removesuffix(": pass NAME.float()")
         value = value.long() if kind in ("sparse", "meta") else value
     if value is None and name in ("bias", "token_weight"):
         return
@@ -169,7 +192,7 @@ def test_tensors_of_another_kind(name: str, kind: str) -> None:
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             said = complaint(linear_cross_entropy, **arguments(**{name: value}))
-        assert said == f"{name} must {message}"
+        assert said == f"{name} must {message}".replace("NAME", name)
 
 
 ALL_OF_TWO = "for the tokens of all 2 ranks, got"
@@ -232,3 +255,22 @@ def test_a_group_that_is_too_small_is_said_to_be() -> None:
         "labels must be within [0, 22) or ignore_index -100, got 22 at token 2: weight has 22 rows "
         "on the 2 ranks of tp_group together, which must be all ranks that share the vocabulary"
     }
+
+
+@pytest.mark.parametrize(("hidden", "labels", "way_out"), [
+    ((3,), (6,), "sequence_parallel=True"),
+    ((3, 2), (3, 4), "sequence_parallel=True, sequence_dim=1"),
+    ((3, 2), (6, 2), "sequence_parallel=True"),
+    ((3,), (9,), ""),
+])  # fmt: skip
+def test_labels_of_all_ranks_need_sequence_parallel(
+    hidden: tuple[int, ...], labels: tuple[int, ...], way_out: str
+) -> None:
+    def rank(group: dist.ProcessGroup) -> str:
+        of_tokens = {"hidden": torch.zeros(*hidden, H), "labels": torch.zeros(labels).long()}
+        return complaint(linear_cross_entropy, **arguments(**of_tokens, tp_group=group))
+
+    expected = f"labels must be {hidden} from hidden {(*hidden, H)}, got {labels}"
+    if way_out:
+        expected += f": pass {way_out} if hidden is split over the 2 ranks of tp_group"
+    assert run_ranks(rank, 2) == [expected] * 2

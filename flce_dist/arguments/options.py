@@ -1,11 +1,17 @@
-"""The options of a call, each declared once: a field of ``LossOptions``, its type and range."""
+"""The options of a call: ``LossOptions`` has all, the dictionaries those that a function takes.
+
+A function with ``**options: Unpack[...]`` names one of them, so that type checkers and editors know
+its keywords.
+"""
 
 import difflib
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, Union
+
+import torch
 
 Reduction = Literal["none", "sum", "mean"]
 ScheduleName = Literal["auto", "recompute", "cached", "in_forward"]
@@ -22,23 +28,6 @@ OWN_SUM: Any = "own"
 """A reduction that no user chooses: the sum over this rank's part of gathered tokens."""
 
 
-class Range(NamedTuple):
-    """The numbers that an option accepts, as error text and as a predicate."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
-_LEAST, _LARGEST = 1.1754943508222875e-38, 3.4028234663852886e38  # normal numbers of fp32
-NOT_ZERO = Range("that is finite and not 0 in fp32", lambda x: _LEAST <= abs(x) <= _LARGEST)
-POSITIVE = Range("that is finite and above 0 in fp32", lambda x: _LEAST <= x <= _LARGEST)
-NOT_NEGATIVE = Range("that is finite in fp32 and not negative", lambda x: 0.0 <= x <= _LARGEST)
-UNIT = Range("within [0, 1]", lambda x: 0.0 <= x <= 1.0)
-INT64 = Range("within [-2**63, 2**63)", lambda x: -(2**63) <= x < 2**63)
-FIRST_TWO = Range("that is 0 or 1", lambda x: 0 <= x <= 1)
-COUNT = Range("within [1, 2**63)", lambda x: 1 <= x < 2**63)
-
-
 @dataclass(frozen=True)
 class LossOptions:
     """The keywords of ``linear_cross_entropy``, explained there, but tensors and the group.
@@ -48,22 +37,22 @@ class LossOptions:
     """
 
     reduction: Reduction = "mean"
-    ignore_index: Annotated[int, INT64] = -100
-    label_smoothing: Annotated[float, UNIT] = 0.0
-    z_loss_weight: Annotated[float, NOT_NEGATIVE] = 0.0
-    softcap: Annotated[float | None, POSITIVE] = None
-    logit_scale: Annotated[float, NOT_ZERO] = 1.0
-    vocab_size: Annotated[int | None, COUNT] = None
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss_weight: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    vocab_size: int | None = None
     vocab_range: tuple[int, int] | None = None
     sequence_parallel: bool = False
-    sequence_dim: Annotated[int, FIRST_TWO] = 0
+    sequence_dim: int = 0
     reduce_dhidden: bool = True
     reduce_in_fp32: bool = False
     tp_invariant: bool = False
     accumulate_dweight: bool = False
     schedule: ScheduleOption = "auto"
-    max_logits_bytes: Annotated[int | None, COUNT] = None
-    max_counted: Annotated[int | None, COUNT] = None
+    max_logits_bytes: int | None = None
+    max_counted: int | None = None
     skip_ignored: bool = False
     impl: Impl | None = None
     with_metrics: bool = False  # set by linear_cross_entropy_with_metrics
@@ -79,48 +68,133 @@ class LossOptions:
         return self.label_smoothing != 0.0 and self.softcap is not None
 
 
-class Declared(NamedTuple):
-    """The values that a field of ``LossOptions`` or of a launcher's configuration accepts."""
-
-    kind: type  # bool, int, float, tuple (of two ints), or str if there are choices
-    optional: bool  # also accepts None
-    choices: tuple[str, ...]
-    range: Range | None
-
-    @property
-    def words(self) -> str:
-        if self.choices:
-            return f"one of {(*self.choices, None) if self.optional else self.choices}"
-        words = "None or " if self.optional else ""
-        words += {tuple: "(start, end)", int: "an int"}.get(self.kind, f"a {self.kind.__name__}")
-        return words if self.range is None else f"{words} {self.range.words}"
+KEYWORDS = tuple(field.name for field in fields(LossOptions) if field.name != "with_metrics")
 
 
-def declared(hint: Any) -> Declared:
-    limits = None
-    if get_origin(hint) is Annotated:
-        hint, limits = get_args(hint)
-    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    choices = get_args(parts[0]) if get_origin(parts[0]) is Literal else ()
-    kind = str if choices else get_origin(parts[0]) or parts[0]
-    return Declared(kind, NoneType in parts, choices, limits)
+class _Work(TypedDict, total=False):
+    """How a call is computed."""
+
+    schedule: ScheduleOption
+    max_logits_bytes: int | None
+    impl: Impl | None
 
 
-DECLARED = {field.name: declared(field.type) for field in fields(LossOptions)}
-KEYWORDS = tuple(name for name in DECLARED if name != "with_metrics")
+class _Loss(TypedDict, total=False):
+    """What a token contributes to the loss, and which do."""
+
+    label_smoothing: float
+    z_loss_weight: float
+    max_counted: int | None
+    skip_ignored: bool
+
+
+class _Logits(TypedDict, total=False):
+    softcap: float | None
+    logit_scale: float
+
+
+class _Sums(TypedDict, total=False):
+    reduce_in_fp32: bool
+    tp_invariant: bool
+
+
+class _Split(TypedDict, total=False):
+    """How hidden is split over ranks."""
+
+    sequence_parallel: bool
+    sequence_dim: int
+    reduce_dhidden: bool
+
+
+class TransformersOptions(_Work, _Loss, _Sums, total=False):
+    """Of ``flce_dist.hf.use_linear_cross_entropy``."""
+
+    vocab_size: int | None
+
+
+class TorchtitanOptions(_Work, _Loss, _Logits, _Sums, total=False):
+    """Of the loss of torchtitan."""
+
+    ignore_index: int
+
+
+class MegatronOptions(_Work, _Loss, _Logits, total=False):
+    """Of ``flce_dist.megatron.use_linear_cross_entropy``."""
+
+    reduction: Reduction
+    ignore_index: int
+    vocab_size: int | None
+
+
+class StyleOptions(MegatronOptions, _Sums, total=False):
+    """Of ``LinearCrossEntropyParallel``."""
+
+
+class DataParallelOptions(_Work, _Loss, _Logits, _Sums, total=False):
+    """Of ``data_parallel_linear_cross_entropy``, beside reduction."""
+
+    ignore_index: int
+    vocab_size: int | None
+    vocab_range: tuple[int, int] | None
+    accumulate_dweight: bool
+
+
+class CallOptions(DataParallelOptions, _Split, total=False):
+    """Of ``linear_cross_entropy``: all of ``KEYWORDS``."""
+
+    reduction: Reduction
+
+
+class LayerOptions(_Work, _Loss, _Logits, _Sums, _Split, total=False):
+    """Of ``LinearCrossEntropy``."""
+
+    reduction: Reduction
+    ignore_index: int
+    accumulate_dweight: bool
+
+
+class ScoreOptions(_Work, _Logits, _Sums, _Split, total=False):
+    """Of ``linear_logprob``."""
+
+    vocab_size: int | None
+    vocab_range: tuple[int, int] | None
+    accumulate_dweight: bool
 
 
 def keywords_of(
-    function: Callable[..., Any], given: Mapping[str, Any], **fixed: Any
+    function: Callable[..., Any], options: Mapping[str, Any], **fixed: Any
 ) -> dict[str, Any]:
-    """Return ``given`` and ``fixed``; raise Python's TypeError for other names, and fixed ones."""
-    for name in given:
+    """Return ``options`` and ``fixed``; raise Python's TypeError for fixed and unknown names."""
+    for name in options:
         if name not in KEYWORDS or name in fixed:
-            allowed = {name for name in KEYWORDS if name not in fixed}
-            parameters = inspect.signature(function).parameters.values()
-            explicit = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
-            close = difflib.get_close_matches(name, sorted(allowed | explicit), n=1)
-            hint = f". Did you mean {close[0]!r}?" if close else ""
-            what = f"got an unexpected keyword argument {name!r}"
-            raise TypeError(f"{function.__qualname__}() {what}{hint}")
-    return {**given, **fixed}
+            allowed = [option for option in KEYWORDS if option not in fixed]
+            raise TypeError(_unexpected(function, name, tuple(allowed)))
+    return {**options, **fixed}
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def names_meant(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let Python's TypeError for a keyword that ``function`` does not have say which was meant."""
+    parameters = frozenset(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for name in kwargs:
+            if name not in parameters:
+                raise TypeError(_unexpected(function, name, ()))
+        return function(*args, **kwargs)
+
+    return call
+
+
+@torch.compiler.assume_constant_result
+def _unexpected(function: Callable[..., Any], name: str, options: Iterable[str]) -> str:
+    """Return what Python says, and the closest of ``options`` and the function's own keywords."""
+    parameters = inspect.signature(function).parameters.values()
+    own = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    close = difflib.get_close_matches(name, sorted({*options, *own}), n=1)
+    hint = f". Did you mean {close[0]!r}?" if close else ""
+    return f"{function.__qualname__}() got an unexpected keyword argument {name!r}{hint}"

@@ -11,17 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.arguments import checks
-from flce_dist.arguments.options import POSITIVE, Declared, LossOptions
+from flce_dist.arguments import checks, values
+from flce_dist.arguments.options import LossOptions
 from flce_dist.core.call import Call, Needs, Operands, Schedule, as_stored
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.kernels.rows.counted_tokens import counted_tokens
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import real_rows
 from flce_dist.schedules.choose import plan
-
-_TEMPERATURE = Declared(float, False, (), POSITIVE)
-
 
 PLAIN = (Tensor, torch.nn.Parameter)
 _LOCAL = {*PLAIN, float, type(None)}  # types of arguments that no rank shares
@@ -44,16 +41,11 @@ class Arguments(NamedTuple):
         return not _LOCAL.issuperset(map(type, self[:6]))
 
 
-def checked_temperature(temperature: Any) -> float:
-    """Return the temperature of all tokens as a float."""
-    return checks.checked_value("temperature", temperature, _TEMPERATURE)
-
-
 def tempered(temperature: Any, labels: Tensor) -> Tensor | None:
     """Return the temperature of each token; None if it is the number 1."""
     if isinstance(temperature, Tensor):
         return temperature
-    temperature = checked_temperature(temperature)
+    temperature = values.positive("temperature", temperature)
     if temperature == 1.0:
         return None
     checks.check_tensor("labels", labels, checks.LABELS)
@@ -83,13 +75,18 @@ def in_autocast_dtype(arguments: Arguments) -> Arguments:
     device_type = hidden.device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return arguments
-    dtype = torch.get_autocast_dtype(device_type)
 
     def to(x: Any) -> Any:
-        takes_part = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
-        return x.to(dtype) if takes_part else x
+        return x.to(dtype_in_autocast(x, device_type)) if isinstance(x, Tensor) else x
 
     return arguments._replace(hidden=to(hidden), weight=to(weight), bias=to(bias))
+
+
+def dtype_in_autocast(x: Tensor, device_type: str) -> torch.dtype:
+    """Return the dtype of operand x in a call on such a device."""
+    takes_part = x.is_floating_point() and x.dtype != torch.float64
+    is_on = takes_part and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if is_on else x.dtype
 
 
 def settled(arguments: Arguments) -> tuple[Arguments, list[bool]]:
@@ -222,9 +219,9 @@ def _checked_call(
     impl = options.impl or ("triton" if hidden.is_cuda else "eager")
     checks.check_impl(impl, hidden)
 
-    planned = _plan(arguments, T, needs, P, auto_in_forward, converts=scores is not None)
+    schedule = planned(arguments, T, needs, P, auto_in_forward, converts=scores is not None)
     if scores is not None:
-        planned = scores(planned)
+        schedule = scores(schedule)
     vocab_size = V * P if options.vocab_size is None else options.vocab_size
     start, end = options.vocab_range or (rank * V, (rank + 1) * V)
     if options.tp_invariant:
@@ -239,7 +236,7 @@ def _checked_call(
         V=real_rows((start, end), vocab_size),
         vocab_size=vocab_size,
         needs=Needs(*needs),
-        schedule=planned,
+        schedule=schedule,
         impl=impl,
         kernels=kernels_of(impl),
         # One rank exchanges nothing.
@@ -258,7 +255,7 @@ def _check_tensors(arguments: Arguments) -> int:
     return P
 
 
-def _plan(
+def planned(
     arguments: Arguments, T: int, needs: list[bool], P: int, auto_in_forward: bool, converts: bool
 ) -> Schedule:
     """Return the schedule; it ``converts`` if cached columns are copied window by window."""
@@ -271,18 +268,18 @@ def _plan(
     # A plan of torch.compile's symbolic sizes only gives the fakes their shapes; the operators
     # plan again with real sizes. So it lends no memory.
     is_concrete = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
-    schedule = options.schedule if isinstance(options.schedule, str) else "recompute"
+    name = options.schedule if isinstance(options.schedule, str) else "recompute"
     frozen = needs[0] and not (needs[1] or needs[2]) and not options.with_metrics
-    if schedule == "in_forward" and options.reduction == "none" and any(needs) and not frozen:
+    if name == "in_forward" and options.reduction == "none" and any(needs) and not frozen:
         raise NotImplementedError(
             "schedule='in_forward' with reduction='none' needs a weight and bias that need no "
             "gradient, and no metrics: use schedule='recompute' or 'cached'"
         )
-    planned: Schedule = plan(
+    schedule: Schedule = plan(
         T=T,
         V=V,
         itemsize=max(2, hidden.element_size()),
-        schedule=schedule if any(needs) else "recompute",
+        schedule=name if any(needs) else "recompute",
         max_logits_bytes=options.max_logits_bytes,
         expressible=not options.smoothing_needs_logits,
         converts=converts or hidden.dtype == torch.float16,
@@ -293,5 +290,5 @@ def _plan(
         frozen=frozen and not converts,
     )
     if not isinstance(options.schedule, str) and (any(needs) or options.with_metrics):
-        return options.schedule.sized(planned)
-    return planned
+        return options.schedule.sized(schedule)
+    return schedule

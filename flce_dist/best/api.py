@@ -9,18 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import torch_private
-from flce_dist.arguments import checks
+from flce_dist.arguments import checks, values
 from flce_dist.arguments.dtensor import localized
-from flce_dist.arguments.options import Declared, LossOptions, Range, keywords_of
+from flce_dist.arguments.options import LossOptions, keywords_of
 from flce_dist.arguments.prepare import Arguments, prepare, settled, tempered
 from flce_dist.best.schedule import Sample, TopK
 from flce_dist.core.autograd import refuse_transforms, run_forward
 from flce_dist.kernels.best.asked import MOST_K
 from flce_dist.parallel import collectives
 
-_K = Declared(int, True, (), Range(f"within [1, {MOST_K}]", lambda k: 1 <= k <= MOST_K))
-_TOP_P = Declared(float, True, (), Range("above 0 and at most 1", lambda p: 0.0 < p <= 1.0))
-_SEED = Declared(int, False, (), Range("within [0, 2**63)", lambda x: 0 <= x < 2**63))
 _FIXED: dict[str, Any] = dict(
     reduction="none", label_smoothing=0.0, z_loss_weight=0.0, reduce_dhidden=True,
     reduce_in_fp32=False, accumulate_dweight=False, schedule="auto", max_logits_bytes=None,
@@ -94,7 +91,9 @@ def linear_top_k(
         ValueError: an argument is wrong. NotImplementedError: a combination is not supported, or
         an operand requires a gradient, which results do not have.
     """
-    ids, limit = checks.checked_value("k", k, _K) or 0, checks.checked_value("top_p", top_p, _TOP_P)
+    words = f"within [1, {MOST_K}]"
+    ids = values.integer("k", k, words, least=1, end=MOST_K + 1, optional=True) or 0
+    limit = _checked_top_p(top_p)
     if not ids and labels is None:
         raise ValueError("k or labels must be given, got None for both: nothing is asked for")
     if limit is not None and not ids:
@@ -109,6 +108,11 @@ def linear_top_k(
     asked = TopK(ids, limit, with_labels=labels is not None)
     lse, found, logprob, label_logprob, label_rank = _results("linear_top_k", arguments, asked)
     return BestIds(found, logprob, lse, label_logprob, label_rank)
+
+
+def _checked_top_p(top_p: float | None) -> float | None:
+    words, least = "above 0 and at most 1", math.nextafter(0.0, 1.0)
+    return values.number("top_p", top_p, words, least=least, most=1.0, optional=True)
 
 
 def linear_sample(
@@ -136,7 +140,7 @@ def linear_sample(
     Raises:
         As ``linear_top_k``.
     """
-    seed = checks.checked_value("seed", seed, _SEED)
+    seed = values.integer("seed", seed, "within [0, 2**63)", least=0)
     keywords = keywords_of(linear_sample, options, ignore_index=-1, max_counted=None, **_FIXED)
     chosen = checks.checked_options(**keywords)
     given: Any = counters

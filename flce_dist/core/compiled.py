@@ -5,13 +5,14 @@ whose order compilers keep: they contain collectives, and graphs of ranks differ
 """
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flce_dist import torch_private
-from flce_dist.arguments.options import DECLARED, Declared, LossOptions
+from flce_dist.arguments.options import Impl, LossOptions, Reduction, ScheduleOption
 from flce_dist.arguments.prepare import Arguments, counted_operands, prepare
 from flce_dist.arguments.rank_check import check_alike
 from flce_dist.core.autograd import check_not_resharded, run_backward, run_forward
@@ -29,18 +30,22 @@ _OPERANDS = (
     "Tensor? temperature"
 )
 _TENSORS = 6  # of them
-_TYPES = {bool: "bool", int: "int", float: "float", str: "str", tuple: "int[]"}
-
-
-def _schema(name: str, declared: Declared) -> str:
-    kind = _TYPES[declared.kind] + "?" * declared.optional
-    if name in ("max_logits_bytes", "max_counted"):  # torch.compile may make them symbolic
-        kind = f"Sym{kind.capitalize()}"
-    return f"{kind} {name}"
-
-
-_OPTIONS = [_schema(name, declared) for name, declared in DECLARED.items()]
-_SPEC = ", ".join((*_OPTIONS, "str? group_name", "bool[] needs"))
+# Types in an operator's schema; torch.compile may make some sizes symbolic.
+_TYPES: dict[Any, str] = {
+    bool: "bool",
+    int: "int",
+    float: "float",
+    float | None: "float?",
+    int | None: "int?",
+    tuple[int, int] | None: "int[]?",
+    Reduction: "str",
+    Impl | None: "str?",
+    ScheduleOption: "str",
+}
+_OPTIONS = {field.name: _TYPES[field.type] for field in fields(LossOptions)}
+_OPTIONS.update(max_logits_bytes="SymInt?", max_counted="SymInt?")
+_SCHEMA = [f"{kind} {name}" for name, kind in _OPTIONS.items()]
+_SPEC = ", ".join((*_SCHEMA, "str? group_name", "bool[] needs"))
 _UPSTREAM = "Tensor? dloss, Tensor? dlse, Tensor? dlogprob, Tensor? dentropy"
 _FORWARD = f"({_OPERANDS}, {_SPEC}) -> Tensor[]"
 _BACKWARD = f"({_UPSTREAM}, {_OPERANDS}, Tensor[] saved, {_SPEC}) -> Tensor[]"
@@ -77,7 +82,7 @@ _schedules: dict[str, UnsizedSchedule] = {}
 
 def values_of(options: LossOptions) -> list[Any]:
     """Return the options as an operator takes them."""
-    values = {name: getattr(options, name) for name in DECLARED}
+    values = {name: getattr(options, name) for name in _OPTIONS}
     if not isinstance(options.schedule, str):
         values["schedule"] = _name_of(options.schedule)
     return list(values.values())
@@ -91,7 +96,7 @@ def _name_of(schedule: UnsizedSchedule) -> str:
 
 def _options_of(values: Sequence[Any]) -> LossOptions:
     """Return the options that an operator was given."""
-    named = dict(zip(DECLARED, values, strict=True))
+    named = dict(zip(_OPTIONS, values, strict=True))
     named["schedule"] = _schedules.get(named["schedule"], named["schedule"])
     if named["vocab_range"] is not None:
         named["vocab_range"] = tuple(named["vocab_range"])

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from flce_dist.arguments import values
 from flce_dist.arguments.options import LossOptions
 from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved
 from flce_dist.core.dlogits import Chunk
@@ -61,7 +62,8 @@ def schedule(eps: float) -> "Filter":
     """
     is_number = isinstance(eps, Real) and not isinstance(eps, bool)
     if not is_number or not 0.0 <= eps < 1.0:
-        raise ValueError(f"eps of filtered.schedule must be a float within [0, 1), got {eps!r}")
+        got = values.shown(eps)
+        raise ValueError(f"eps of filtered.schedule must be a float within [0, 1), got {got}")
     return Filter(float(eps))
 
 

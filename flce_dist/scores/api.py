@@ -1,17 +1,18 @@
 """The public function.  T tokens, V vocabulary rows on this rank, H hidden size, P ranks."""
 
 from functools import partial
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Replicate
+from typing_extensions import Unpack
 
 from flce_dist import torch_private
-from flce_dist.arguments import checks
+from flce_dist.arguments import checks, values
 from flce_dist.arguments.dtensor import local_of, localized
-from flce_dist.arguments.options import DECLARED, LossOptions, Over, declared, keywords_of
+from flce_dist.arguments.options import LossOptions, Over, ScoreOptions, keywords_of
 from flce_dist.arguments.prepare import Arguments, prepare, settled, tempered
 from flce_dist.arguments.rank_check import check_alike, tell_refusal
 from flce_dist.core.autograd import differentiable, refuse_transforms
@@ -19,7 +20,6 @@ from flce_dist.parallel import collectives
 from flce_dist.scores.ids import check_ids, ids_in_order
 from flce_dist.scores.schedule import Scores
 
-_OVER = declared(Over)
 _SCHEDULES = {over: partial(Scores, over) for over in get_args(Over)}
 
 
@@ -36,10 +36,18 @@ class TokenScores(NamedTuple):
 
 
 def linear_logprob(
-    hidden: Tensor, weight: Tensor, ids: Tensor, *, offsets: Tensor | None = None,
-    over: Over = "vocabulary", temperature: float | Tensor = 1.0, with_entropy: bool = False,
-    bias: Tensor | None = None, tp_group: dist.ProcessGroup | None = None, **options: Any,
-) -> TokenScores:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    offsets: Tensor | None = None,
+    over: Over = "vocabulary",
+    temperature: float | Tensor = 1.0,
+    with_entropy: bool = False,
+    bias: Tensor | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    **options: Unpack[ScoreOptions],
+) -> TokenScores:
     """Log-probabilities of chosen ids under ``softmax(hidden @ weight.T)``, without the logits.
 
     With ``z = softcap(logit_scale * (h . w) + b) / temperature``, the log-probability of an id is
@@ -75,8 +83,8 @@ def linear_logprob(
         ValueError: an argument is wrong; an id outside the vocabulary is a failed device assertion
         on a GPU. NotImplementedError: a combination is not supported.
     """
-    over = checks.checked_value("over", over, _OVER)
-    entropy = checks.checked_value("with_entropy", with_entropy, DECLARED["with_metrics"])
+    over = values.choice("over", over, get_args(Over))
+    entropy = values.flag("with_entropy", with_entropy)
     keywords = keywords_of(
         linear_logprob, options, reduction="none", ignore_index=-1, label_smoothing=0.0,
         z_loss_weight=0.0, max_counted=None, skip_ignored=False, with_metrics=entropy,

@@ -28,6 +28,7 @@ def ids_in_order(
             raise ValueError(
                 f"ids must be {(*tokens, 'K')} from hidden {tuple(hidden.shape)}, or [N] with "
                 f"offsets, got {tuple(ids.shape)}"
+                + (": pass ids[..., None] for one id of each token" if ids.shape == tokens else "")
             )
         K, device = ids.shape[-1], ids.device
         ids = (ids.transpose(0, 1) if transposed else ids).reshape(T, K)
@@ -64,7 +65,11 @@ def check_ids(ids: Tensor, offsets: Tensor, inverse: Tensor | None, vocab_size: 
             f"got {int(ids.flatten()[where])} at place {where}"
         )
     if not are_cut(ids, offsets):
-        raise ValueError(f"offsets must rise from 0 to the {len(ids)} ids, got {offsets}")
+        got = f"{int(offsets[0])} to {int(offsets[-1])}"
+        falls = (offsets.diff() < 0).nonzero().flatten().tolist()
+        if falls:
+            got = f"{offsets[falls[0] : falls[0] + 2].tolist()} at token {falls[0]}"
+        raise ValueError(f"offsets must rise from 0 to the {len(ids)} ids, got {got}")
     if inverse is not None:
         named = (ids.view(-1) >= 0).cumsum(0)
         upto = torch.cat((named.new_zeros(1), named))[offsets]

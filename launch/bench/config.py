@@ -9,18 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from flce_dist.arguments.options import COUNT, POSITIVE, UNIT, ScheduleName
+from flce_dist.arguments.options import ScheduleName
 from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.peers import PEERS, TOP_K_PEER
-from flce_dist.launch.yaml_config import (
-    BELOW_1,
-    NOT_NEGATIVE,
-    SEED,
-    SIZE,
-    check_ranges,
-    from_command_line,
-    require,
-)
+from flce_dist.launch.ranges import BELOW_1, COUNT, NOT_NEGATIVE, POSITIVE, SEED, SIZE, UNIT
+from flce_dist.launch.yaml_config import check_ranges, from_command_line, require
 
 Mode = Literal["forward", "forward_backward"]
 Dtype = Literal["bf16", "fp16", "fp32"]

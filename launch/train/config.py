@@ -11,20 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from flce_dist import LinearCrossEntropy, filtered
-from flce_dist.arguments.options import POSITIVE, Range
-from flce_dist.launch.yaml_config import (
+from flce_dist.launch.ranges import (
     BELOW_1,
+    BETWEEN_0_AND_1,
     NOT_NEGATIVE,
+    POSITIVE,
     SEED,
     SIZE,
     SIZE_OR_0,
-    ConfigError,
-    check_ranges,
-    from_command_line,
-    require,
 )
-
-BETWEEN_0_AND_1 = Range("above 0 and below 1", lambda x: 0.0 < x < 1.0)
+from flce_dist.launch.yaml_config import ConfigError, check_ranges, from_command_line, require
 
 
 @dataclass(frozen=True)

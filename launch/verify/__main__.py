@@ -38,11 +38,12 @@ from flce_dist.launch.process_group import (
     reduced,
     start,
 )
+from flce_dist.launch.ranges import SEED, SIZE
 from flce_dist.launch.verify import cases
 from flce_dist.launch.verify.checks import inputs_and_truths, run_case
 from flce_dist.launch.verify.report import Record, summary, table, worst_case, worst_of_ranks
 from flce_dist.launch.write import check_writable, write_json
-from flce_dist.launch.yaml_config import SEED, SIZE, check_ranges, require
+from flce_dist.launch.yaml_config import check_ranges, require
 
 Size = Annotated[int, SIZE]
 Tokens = Annotated[int, cases.TOKENS]

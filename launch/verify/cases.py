@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from flce_dist import plan
-from flce_dist.arguments.options import Over, Range, Reduction, ScheduleName
+from flce_dist.arguments.options import Over, Reduction, ScheduleName
+from flce_dist.launch.ranges import Range
 
 METRICS = ("lse", "logprob", "entropy")
 VOCABULARY = Range("within [10, 2**31)", lambda x: 10 <= x < 2**31)
