@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flce_dist import plan
+from flce_dist.schedules.choose import plan
 from tests.parallel_problem import plan_sizes
 from tests.problems import (
     DTYPES,

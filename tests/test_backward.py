@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flce_dist import plan
 from flce_dist.arguments.options import ScheduleName
 from flce_dist.kernels.interface import kernels_of
+from flce_dist.schedules.choose import plan
 from tests.parallel_problem import chunks_of, plan_sizes
 from tests.problems import both
 from tests.test_api_random_cases import Drawn, check_on_ranks

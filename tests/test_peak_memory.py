@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy, plan
+from flce_dist import linear_cross_entropy
 from flce_dist.kernels import gemm
 from flce_dist.kernels.logits import eager as eager_logits
 from flce_dist.launch.peak_memory import peak_memory
+from flce_dist.schedules.choose import plan
 from tests.problems import each_dtype, each_schedule
 
 MIB = 2**20

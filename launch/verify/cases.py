@@ -171,11 +171,10 @@ def default_shapes(device_type: str, P: int) -> tuple[Shape, ...]:
 def part_cached_budget(shape: Shape, P: int, dtype: torch.dtype) -> int | None:
     """Return the middle one of the budgets with which ``cached`` caches only some columns."""
     T, V, itemsize = round_up(shape.T, P), round_up(shape.V_all, P) // P, dtype.itemsize
-    converts = dtype == torch.float16
-    sizes: dict[str, Any] = {"T": T, "V": V, "itemsize": itemsize, "converts": converts}
+    sizes = (T, shape.H), (V, shape.H), (T,)
     asked = [columns * T * itemsize for columns in range(256, 2 * V, 256)]
-    plans = [plan(**sizes, schedule="cached", max_logits_bytes=budget) for budget in asked]
-    budgets = [found.logits_bytes for found in plans if 0 < found.cached_v < V]
+    plans = [plan(*sizes, dtype=dtype, schedule="cached", max_logits_bytes=n) for n in asked]
+    budgets = [found.logits_bytes for found in plans if 0 < found.cached_columns < V]
     return budgets[len(budgets) // 2] if budgets else None
 
 
