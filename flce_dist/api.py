@@ -7,10 +7,18 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
 from flce_dist.arguments import checks
 from flce_dist.arguments.dtensor import localized
-from flce_dist.arguments.options import Impl, Reduction, ScheduleOption, keywords_of
+from flce_dist.arguments.options import (
+    CallOptions,
+    Impl,
+    Reduction,
+    ScheduleOption,
+    keywords_of,
+    names_meant,
+)
 from flce_dist.arguments.prepare import Arguments, counted_operands, prepare, settled, tempered
 from flce_dist.arguments.rank_check import check_alike, tell_refusal
 from flce_dist.core import compiled
@@ -21,6 +29,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+@names_meant
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -207,7 +216,7 @@ def linear_cross_entropy_with_metrics(
     token_weight: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     tp_group: dist.ProcessGroup | None = None,
-    **options: Any,
+    **options: Unpack[CallOptions],
 ) -> LossWithMetrics:
     """``linear_cross_entropy`` that also returns lse, logprob, entropy and correct of each token.
 

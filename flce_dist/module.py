@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.arguments import checks
-from flce_dist.arguments.options import KEYWORDS, LossOptions, keywords_of
+from flce_dist.arguments.options import KEYWORDS, LayerOptions, LossOptions, keywords_of
 from flce_dist.arguments.rank_check import check_facts, mark_alike
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
@@ -79,7 +80,7 @@ class LinearCrossEntropy(VocabShard):
         init_method: Callable[[Tensor], Any] = _normal,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **options: Any,
+        **options: Unpack[LayerOptions],
     ) -> None:
         of_shard = {"vocab_size": None, "vocab_range": None}  # known once it is made
         keywords = keywords_of(LinearCrossEntropy.__init__, options, **of_shard)

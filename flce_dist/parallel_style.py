@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from typing_extensions import Unpack
 
 from flce_dist.api import linear_cross_entropy
-from flce_dist.arguments import checks
-from flce_dist.arguments.options import KEYWORDS, LossOptions, keywords_of
+from flce_dist.arguments import checks, values
+from flce_dist.arguments.options import KEYWORDS, LossOptions, StyleOptions, keywords_of
 
 _FIXED: dict[str, Any] = {
     "sequence_parallel": False,
@@ -55,7 +56,9 @@ class LinearCrossEntropyParallel(ParallelStyle):
         NotImplementedError: the module is no ``nn.Linear`` but, say, a subclass or an adapter.
     """
 
-    def __init__(self, *, input_layouts: Placement | None = None, **options: Any) -> None:
+    def __init__(
+        self, *, input_layouts: Placement | None = None, **options: Unpack[StyleOptions]
+    ) -> None:
         super().__init__()
         keywords = keywords_of(LinearCrossEntropyParallel.__init__, options, **_FIXED)
         layout = Replicate() if input_layouts is None else input_layouts
@@ -63,7 +66,8 @@ class LinearCrossEntropyParallel(ParallelStyle):
             keywords.update(sequence_parallel=True, sequence_dim=layout.dim)
         if layout not in (Replicate(), Shard(0), Shard(1)):
             raise ValueError(
-                f"input_layouts must be Replicate(), Shard(0) or Shard(1), got {layout!r}"
+                f"input_layouts must be Replicate(), Shard(0) or Shard(1), got "
+                f"{values.shown(layout)}"
             )
         self.input_layouts = layout
         self.options = checks.checked_options(**keywords)

@@ -171,4 +171,4 @@ def test_the_layer_takes_it_at_each_call():
     assert torch.equal(layer(hidden, labels, temperature=temperature), expected)
     assert torch.equal(metrics.loss, expected)
     with pytest.raises(TypeError, match="unexpected keyword argument 'temperature'"):
-        LinearCrossEntropy(H, V, temperature=0.5)
+        LinearCrossEntropy(H, V, temperature=0.5)  # type: ignore[call-arg]

@@ -161,6 +161,24 @@ class ScoreOptions(_Work, _Logits, _Sums, _Split, total=False):
     accumulate_dweight: bool
 
 
+class SampleOptions(_Logits, total=False):
+    """Of ``linear_sample``."""
+
+    vocab_size: int | None
+    vocab_range: tuple[int, int] | None
+    sequence_parallel: bool
+    sequence_dim: int
+    tp_invariant: bool
+    impl: Impl | None
+
+
+class TopKOptions(SampleOptions, total=False):
+    """Of ``linear_top_k``."""
+
+    ignore_index: int
+    max_counted: int | None
+
+
 def keywords_of(
     function: Callable[..., Any], options: Mapping[str, Any], **fixed: Any
 ) -> dict[str, Any]:

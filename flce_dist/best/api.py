@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
 from flce_dist import torch_private
 from flce_dist.arguments import checks, values
 from flce_dist.arguments.dtensor import localized
-from flce_dist.arguments.options import LossOptions, keywords_of
+from flce_dist.arguments.options import LossOptions, SampleOptions, TopKOptions, keywords_of
 from flce_dist.arguments.prepare import Arguments, prepare, settled, tempered
 from flce_dist.best.schedule import Sample, TopK
 from flce_dist.core.autograd import refuse_transforms, run_forward
@@ -58,10 +59,17 @@ class SampledIds(NamedTuple):
 
 
 def linear_top_k(
-    hidden: Tensor, weight: Tensor, k: int | None = None, *, labels: Tensor | None = None,
-    top_p: float | None = None, temperature: float | Tensor = 1.0, bias: Tensor | None = None,
-    tp_group: dist.ProcessGroup | None = None, **options: Any,
-) -> BestIds:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    k: int | None = None,
+    *,
+    labels: Tensor | None = None,
+    top_p: float | None = None,
+    temperature: float | Tensor = 1.0,
+    bias: Tensor | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    **options: Unpack[TopKOptions],
+) -> BestIds:
     """The k most likely ids under ``softmax(hidden @ weight.T)``, and the rank of the label.
 
     Exact: as a stable descending sort of ``z = softcap(logit_scale * (h . w) + b) / temperature``,
@@ -116,10 +124,16 @@ def _checked_top_p(top_p: float | None) -> float | None:
 
 
 def linear_sample(
-    hidden: Tensor, weight: Tensor, seed: int, *, counters: Tensor | None = None,
-    temperature: float | Tensor = 1.0, bias: Tensor | None = None,
-    tp_group: dist.ProcessGroup | None = None, **options: Any,
-) -> SampledIds:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    seed: int,
+    *,
+    counters: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    bias: Tensor | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    **options: Unpack[SampleOptions],
+) -> SampledIds:
     """Draw one id of each token from ``softmax(hidden @ weight.T)``.
 
     The id is the argmax of ``z + g``, with z as in ``linear_top_k`` and Gumbel noise g that depends

@@ -9,10 +9,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config import override
 from torchtitan.distributed.spmd_types import current_spmd_mesh
+from typing_extensions import Unpack
 
 from flce_dist.api import linear_cross_entropy
-from flce_dist.arguments import checks
-from flce_dist.arguments.options import keywords_of
+from flce_dist.arguments import checks, values
+from flce_dist.arguments.options import TorchtitanOptions, keywords_of
 from flce_dist.parallel.collectives import group_rank, group_size
 from flce_dist.parallel.vocab import vocab_range
 
@@ -86,7 +87,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
 
 def _check_options(options: dict[str, Any]) -> None:
     if not isinstance(options, dict):
-        raise ValueError(f"options must be a dict, got {options!r}")
+        raise ValueError(f"options must be a dict, got {values.shown(options)}")
     keywords = keywords_of(LinearCrossEntropyLoss.Config, options, **_FIXED)
     checks.checked_options(**keywords)
 
@@ -100,7 +101,9 @@ def _local(x: Any) -> Any:
 
 
 @override(target=BaseLoss.Config, description="flce_dist.linear_cross_entropy, without logits")
-def linear_cross_entropy_loss(config: Any, **options: Any) -> LinearCrossEntropyLoss.Config:
+def linear_cross_entropy_loss(
+    config: Any, **options: Unpack[TorchtitanOptions]
+) -> LinearCrossEntropyLoss.Config:
     """Return what takes the place of torchtitan's cross entropy, chunked or not.
 
     ``options`` are those of ``LinearCrossEntropyLoss.Config``.
@@ -108,4 +111,4 @@ def linear_cross_entropy_loss(config: Any, **options: Any) -> LinearCrossEntropy
     kind = type(getattr(config, "loss_fn", config))
     if kind is not CrossEntropyLoss.Config:
         raise NotImplementedError(f"loss must be CrossEntropyLoss, got {kind.__qualname__}")
-    return LinearCrossEntropyLoss.Config(options=options)
+    return LinearCrossEntropyLoss.Config(options={**options})

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from flce_dist.arguments import checks
-from flce_dist.arguments.options import keywords_of
+from flce_dist.arguments.options import TransformersOptions, keywords_of
 from flce_dist.hf.layers import FusedLayer, is_known, layers_of, why_real
 from flce_dist.hf.symbolic import Recording
 
@@ -68,7 +69,9 @@ class Settings:
         return self.around
 
 
-def use_linear_cross_entropy(model: Any, *, logits: bool | None = None, **options: Any) -> Any:
+def use_linear_cross_entropy(
+    model: Any, *, logits: bool | None = None, **options: Unpack[TransformersOptions]
+) -> Any:
     """Make a causal language model compute its loss by ``linear_cross_entropy``, and return it.
 
     Call it before Trainer, accelerate, DDP, FSDP or torch.compile take the model; again to change

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from flce_dist.arguments.options import KEYWORDS, LossOptions, keywords_of
+from flce_dist.arguments.options import KEYWORDS, LossOptions, MegatronOptions, keywords_of
 from flce_dist.megatron import checks, watchers
 from flce_dist.megatron.symbolic import SymbolicHead, SymbolicLogits, check_result
 
@@ -31,7 +32,9 @@ _FUSED = "megatron.core.transformer.linear_cross_entropy"
 _signature = functools.cache(inspect.signature)
 
 
-def use_linear_cross_entropy(model: Any, *, metrics: bool = False, **options: Any) -> Any:
+def use_linear_cross_entropy(
+    model: Any, *, metrics: bool = False, **options: Unpack[MegatronOptions]
+) -> Any:
     """Make ``model`` compute its loss by ``linear_cross_entropy``, and return it.
 
     Call it before the model is wrapped in Float16Module, DDP or FSDP, on every rank and pipeline
@@ -60,8 +63,8 @@ def use_linear_cross_entropy(model: Any, *, metrics: bool = False, **options: An
             layer of another class (such as MXFP8's), a compute_language_model_loss of the model's
             own, schedule="in_forward" without reduction="sum", or that with multi-token prediction.
     """
-    options = {"reduction": "none", **options}
-    chosen = LossOptions(**keywords_of(use_linear_cross_entropy, options, **_FIXED))
+    keywords = {"reduction": "none", **options}
+    chosen = LossOptions(**keywords_of(use_linear_cross_entropy, keywords, **_FIXED))
     for stage in model if isinstance(model, list) else [model]:
         if isinstance(getattr(stage, "_modules", {}).get("module"), nn.Module):
             raise ValueError(

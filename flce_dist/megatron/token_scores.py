@@ -6,14 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
+from flce_dist.arguments.options import Over, ScheduleOption
 from flce_dist.megatron import checks
 from flce_dist.scores import TokenScores, linear_logprob
 
 
 def scores(
-    model: Any, ids: Tensor, *args: Any, offsets: Tensor | None = None, over: Any = "vocabulary",
+    model: Any, ids: Tensor, *args: Any, offsets: Tensor | None = None, over: Over = "vocabulary",
     temperature: float | Tensor = 1.0, with_entropy: bool = False, tp_invariant: bool = False,
-    schedule: Any = "auto", max_logits_bytes: int | None = None, **kwargs: Any,
+    schedule: ScheduleOption = "auto", max_logits_bytes: int | None = None, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Run ``model(*args, **kwargs)`` without labels; return scores of its tokens at ``ids``.
 
