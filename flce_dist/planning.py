@@ -59,7 +59,7 @@ def plan(
     token_weight: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     tp_group: dist.ProcessGroup | None = None,
-    tp_size: int = 1,
+    tp_size: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     with_metrics: bool = False,
     compiled: bool = False,
@@ -89,11 +89,12 @@ def plan(
     """
     flags = {"with_metrics": values.flag("with_metrics", with_metrics)}
     checked = checks.checked_options(**keywords_of(plan, options, **flags))
-    P = collectives.group_size(tp_group)
-    if tp_group is None:
-        P = values.count("tp_size", tp_size)
-    else:
+    P = values.count("tp_size", tp_size, optional=True)
+    if P is None:
         checks.check_group(tp_group, checked.sequence_parallel)
+        P = collectives.group_size(tp_group)
+    elif tp_group is not None:
+        raise ValueError(f"tp_size must be None with a tp_group, got {tp_size}")
     needs = [torch.is_grad_enabled() and _needs_gradient(x) for x in (hidden, weight, bias)]
     tensors: dict[str, Any] = {
         "hidden": _sizes_of("hidden", hidden, dtype),
@@ -103,7 +104,7 @@ def plan(
     }
     checks.check_tensors(**tensors)
     checks.check_tokens(tensors["hidden"], tensors["labels"], checked, P)
-    if tp_group is not None or checked.vocab_range is None:
+    if tp_size is None or checked.vocab_range is None:  # else no rank is known
         V, rank = len(tensors["weight"]), collectives.group_rank(tp_group)
         checks.check_rows(V, checked, P=P, rank=rank)
 

@@ -4,11 +4,22 @@ The oracle of the tests and of ``launch.verify``: a few obvious lines that mater
 In fp64 autograd gives the truth, in the training dtype the error of eager PyTorch.
 """
 
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import Unpack
+
+
+class LogitOptions(TypedDict, total=False):
+    """What the logits are made of, beside hidden and weight; as for ``linear_cross_entropy``."""
+
+    bias: Tensor | None
+    softcap: float | None
+    logit_scale: float
+    temperature: float | Tensor
+    vocab_size: int | None
 
 
 def reference_linear_cross_entropy(
@@ -21,7 +32,7 @@ def reference_linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss_weight: float = 0.0,
     token_weight: Tensor | None = None,
-    **of_logits: Any,
+    **of_logits: Unpack[LogitOptions],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return ``(loss, lse, logprob, entropy, correct)``; arguments as ``linear_cross_entropy``.
 
@@ -58,7 +69,7 @@ def reference_linear_logprob(
     *,
     offsets: Tensor | None = None,
     over: str = "vocabulary",
-    **of_logits: Any,
+    **of_logits: Unpack[LogitOptions],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``(logprob, lse, other, entropy)``; arguments as ``linear_logprob``.
 
@@ -90,7 +101,7 @@ def reference_linear_logprob(
 
 def reference_linear_top_k(
     hidden: Tensor, weight: Tensor, k: int, *, labels: Tensor | None = None,
-    ignore_index: int = -100, top_p: float | None = None, **of_logits: Any,
+    ignore_index: int = -100, top_p: float | None = None, **of_logits: Unpack[LogitOptions],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return ``(ids, logprob, lse, label_logprob, label_rank)``; arguments as ``linear_top_k``.
 

@@ -75,7 +75,7 @@ def real_problem(
     return Asked(hidden, weight, bias, k, {"labels": labels, **options}).to(dtype)
 
 
-def best(asked: Asked, impl: str = "eager", **options: Any) -> BestIds:
+def best(asked: Asked, impl: Any = "eager", **options: Any) -> BestIds:
     """Results on the CPU, from the device of ``impl``."""
     there = asked.moved(device_of(impl))
     found = linear_top_k(

@@ -10,6 +10,7 @@ wrong result raises. Without a GPU it runs eager, or the interpreted kernels by 
 
 import argparse
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -58,7 +59,7 @@ def filtered_case(impl: str, eps: float = 0.3) -> None:
     check_filtered(inputs, eps, impl=impl, vocab_size=507, label_smoothing=0.1)
 
 
-def best_case(impl: str) -> None:
+def best_case(impl: Any) -> None:
     """Of one id, of more than a block has, and a draw of each token."""
     for k in (1, 40):
         asked = best_problem.problem(BF16, k)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_launch_at_a_time")
 SEED = 2**40 + 7
 
 
-def draw(asked: Asked, impl: str = "eager", *, seed: int = SEED, **options: Any) -> SampledIds:
+def draw(asked: Asked, impl: Any = "eager", *, seed: int = SEED, **options: Any) -> SampledIds:
     there = asked.moved(device_of(impl))
     given = {name: x for name, x in there.options.items() if name != "labels"}
     found = linear_sample(

@@ -97,7 +97,7 @@ def use_linear_cross_entropy(
         raise ValueError(f"logits must be None, True or False, got {logits!r}")
     base = _base_of(restore(model))
     _check_model(base)
-    base.linear_cross_entropy = Settings(options, logits)
+    base.linear_cross_entropy = Settings({**options}, logits)
     head = base.get_output_embeddings()
     base.linear_cross_entropy.modules_around(base, head)
     _adopt(head)

@@ -1,0 +1,180 @@
+"""``plan`` tells what a call does: compared with the schedule that the call itself was given."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flce_dist import (
+    CallPlan,
+    filtered,
+    linear_cross_entropy,
+    linear_cross_entropy_with_metrics,
+    plan,
+)
+from flce_dist.arguments import prepare
+from flce_dist.schedules.in_forward import InForward
+from flce_dist.testing import run_ranks
+from tests.parallel_problem import complaint, plan_sizes
+
+T, H, V = 48, 16, 96
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+GIB = 1 << 30
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": ({}, {}),
+    "no gradient": ({"frozen": "hidden weight"}, {}),
+    "frozen head": ({"frozen": "weight"}, {}),
+    "frozen hidden": ({"frozen": "hidden"}, {}),
+    "fp16": ({"dtype": FP16}, {"schedule": "cached"}),
+    "bf16": ({"dtype": BF16}, {}),
+    "autocast": ({"autocast": BF16}, {"schedule": "cached"}),
+    "metrics": ({"metrics": True}, {}),
+    "compiled": ({"compiled": True}, {}),
+    "tokens' losses": ({}, {"reduction": "none"}),
+    "recompute": ({}, {"schedule": "recompute"}),
+    "cached, some": ({}, {"schedule": "cached", "max_logits_bytes": 40 * T * 4}),
+    "in chunks": ({}, {"schedule": "in_forward", "max_logits_bytes": 16 * V * 4}),
+    "padded": ({}, {"vocab_size": 70, "schedule": "cached"}),
+    "smoothing and softcap": ({}, {"label_smoothing": 0.1, "softcap": 5.0}),
+    "few that count": ({}, {"max_counted": 20, "schedule": "cached"}),
+    "filtered": ({}, {"schedule": filtered.schedule(0.1)}),
+    "temperature": ({}, {"temperature": torch.full((T,), 0.5)}),
+    "two dimensions": ({"shape": (3, 16)}, {}),
+}
+
+
+@pytest.fixture
+def small() -> Any:
+    with plan_sizes(tile=8, min_window=16, max_window=32, first_lent=8):
+        yield
+
+
+def tensors(
+    shape: tuple[int, ...] = (T,), dtype: torch.dtype = FP32, frozen: str = "", rows: int = V
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden = torch.zeros(*shape, H, dtype=dtype, requires_grad="hidden" not in frozen)
+    weight = torch.zeros(rows, H, dtype=dtype, requires_grad="weight" not in frozen)
+    labels = torch.zeros(shape, dtype=torch.int64)
+    labels.view(-1)[16:] = -100
+    return hidden, weight, labels
+
+
+def schedule_of_latest_call() -> Any:
+    return list(prepare.calls.values())[-1].schedule
+
+
+def assert_tells(told: CallPlan, schedule: Any) -> None:
+    sizes = getattr(schedule, "recompute", schedule)
+    assert (told.tokens, told.columns) == (sizes.T, sizes.V)
+    assert (told.cached_columns, told.logits_bytes) == (sizes.cached_v, sizes.logits_bytes)
+    assert told.window_columns == (sizes.window_v if sizes.cached_v < sizes.V else 0)
+    chunks = sizes.chunks() if isinstance(sizes, InForward) else [(0, sizes.T)]
+    assert told.chunks == tuple(end - start for start, end in chunks)
+    assert told.lent_columns == sum(n for n, _ in getattr(sizes, "lending", ()))
+    name = "cached" if sizes.cached_v else "recompute"
+    if isinstance(schedule, InForward):
+        name = "in_forward"
+    elif schedule is not sizes:
+        name = repr(filtered.schedule(schedule.eps))
+    assert told.schedule == name
+    assert told.schedule in str(told)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("case", CASES)
+def test_a_plan_is_that_of_the_call(case: str) -> None:
+    how, options = CASES[case]
+    how = dict(how)
+    metrics, compiled = how.pop("metrics", False), how.pop("compiled", False)
+    autocast = how.pop("autocast", None)
+    function: Any = linear_cross_entropy_with_metrics if metrics else linear_cross_entropy
+    hidden, weight, labels = operands = tensors(**how)
+    flags: dict[str, Any] = {"with_metrics": metrics, "compiled": compiled}
+    with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
+        told = plan(hidden, weight, labels, **flags, **options)
+        call = torch.compile(function, backend="eager") if compiled else function
+        call(*operands, **options)
+        assert_tells(told, schedule_of_latest_call())
+        if not how.get("frozen"):
+            sizes = (x.shape for x in operands)
+            assert plan(*sizes, **{"dtype": hidden.dtype, **flags, **options}) == told
+
+
+@pytest.mark.usefixtures("small")
+def test_without_gradients() -> None:
+    operands = tensors()
+    with torch.no_grad():
+        told = plan(*operands)
+        linear_cross_entropy(*operands)
+        assert_tells(told, schedule_of_latest_call())
+    assert told != plan(*operands)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("uneven", [False, True])
+def test_on_ranks(uneven: bool) -> None:
+    """Hidden is split by token; shards are even, or of 61 and 35 rows."""
+
+    def rank(group: dist.ProcessGroup) -> CallPlan:
+        options: dict[str, Any] = {"sequence_parallel": True, "schedule": "cached"}
+        start, end = (0, V // 2)
+        if uneven:
+            start, end = ((0, 61), (61, V))[group.rank()]
+            options.update(vocab_range=(start, end), vocab_size=V)
+        hidden, weight, _ = tensors((T // 2,), rows=end - start)
+        *_, labels = tensors()
+        told = plan(hidden, weight, labels, tp_group=group, **options)
+        linear_cross_entropy(hidden, weight, labels, tp_group=group, **options)
+        assert_tells(told, schedule_of_latest_call())
+        shapes = [x.shape for x in (hidden, weight, labels)]
+        assert plan(*shapes, dtype=FP32, tp_size=2, **options) == told
+        return told
+
+    first, second = run_ranks(rank, 2)
+    assert first == second
+
+
+def test_arguments_are_checked_as_those_of_a_call() -> None:
+    hidden, weight, labels = tensors()
+    both: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((hidden, weight.detach().T, labels), {}),
+        ((hidden, weight, labels[:-1]), {}),
+        ((hidden, weight.bfloat16(), labels), {}),
+        ((hidden, weight, labels.float()), {}),
+        ((hidden, weight, labels), {"softcap": -1.0}),
+        ((hidden, weight, labels), {"vocab_size": V + 1}),
+        ((hidden, weight, labels), {"tp_group": "tp"}),
+        ((hidden, weight, labels), {"schedule": "cached", "softcap": 5.0, "label_smoothing": 0.1}),
+        ((hidden, weight, labels), {"reduction": "none", "schedule": "in_forward"}),
+    ]
+    for operands, options in both:
+        said = []
+        for function in (linear_cross_entropy, plan):
+            with pytest.raises((ValueError, NotImplementedError)) as error:
+                function(*operands, **options)
+            said.append(str(error.value))
+        assert said[0] == said[1]
+    both_groups = complaint(plan, hidden, weight, labels, tp_size=2, tp_group="tp")
+    assert both_groups == "tp_size must be None with a tp_group, got 2"
+    no_int = "a size of hidden must be an int within [0, 2**63), got 1.5"
+    assert complaint(plan, (1.5, H), (V, H), (T,)) == no_int
+    assert complaint(plan, 5, (V, H), (T,)) == "hidden must be a tensor or its shape, got 5"
+
+
+def test_no_memory_is_taken_and_no_value_read() -> None:
+    with torch.device("meta"):
+        operands = tensors((1 << 16,), BF16, rows=1 << 17)
+    assert plan(*operands) == plan(*(x.shape for x in operands))
+
+
+def test_the_call_of_the_readme() -> None:
+    told = plan((8192, 4096), (128256, 4096), (8192,))
+    assert (told.schedule, told.logits_bytes) == ("in_forward", GIB)
+    assert str(told) == (
+        "schedule in_forward: 8192 tokens, 128256 columns\n"
+        "logits: 1.00 GiB at most\n"
+        "cached: 128256 columns, 62720 of them in dweight's memory"
+    )
