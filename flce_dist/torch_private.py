@@ -1,10 +1,10 @@
 """Private names of torch: what each is for, and what happens in a torch that no longer has it.
 
-No other file of the library uses one. They are looked up when they are needed, so that a missing
-one costs only what it is for.
+No other file of the library uses one. A missing one costs only what it is for: they are looked up
+when they are needed, or have a default.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -47,9 +47,10 @@ def is_wanted(node: Any) -> bool:
         return True
 
 
-def transforms() -> bool:
-    """Whether a transform of torch.func is active. Without it: no, and torch's own error comes."""
-    return getattr(torch._C, "_are_functorch_transforms_active", lambda: False)()
+transforms: Callable[[], bool] = getattr(
+    torch._C, "_are_functorch_transforms_active", lambda: False
+)
+"""Whether a transform of torch.func is active. Without it: no, and torch's own error comes."""
 
 
 def is_batched(x: Tensor) -> bool:

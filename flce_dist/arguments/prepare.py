@@ -45,6 +45,8 @@ def tempered(temperature: Any, labels: Tensor) -> Tensor | None:
     """Return the temperature of each token; None if it is the number 1."""
     if isinstance(temperature, Tensor):
         return temperature
+    if type(temperature) is float and temperature == 1.0:  # the default
+        return None
     temperature = values.positive("temperature", temperature)
     if temperature == 1.0:
         return None
