@@ -175,7 +175,7 @@ def best(logits: ShardLogits, token: torch.Tensor) -> list[tuple[str, Callable[[
 
     def rest() -> None:
         lse, counted = torch.empty(logits.T, dtype=torch.float64), logits.counted
-        best_gpu.label_logits(logits)
+        best_gpu.label_logits(logits, vocab_size=logits.V)
         best_gpu.relative_to(token, token, torch.empty(2, logits.T, dtype=torch.float64))
         best_gpu.merged_lse(token, torch.empty(2, logits.T, dtype=torch.float64))
         keys = logits.labels.new_empty(2, logits.T, 64)

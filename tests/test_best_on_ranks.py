@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from flce_dist import linear_top_k
+from flce_dist import linear_sample, linear_top_k
+from flce_dist.testing import run_ranks
 from tests.best_problem import (
     best,
     close,
@@ -19,6 +20,7 @@ from tests.best_problem import (
     same_bits,
 )
 from tests.on_ranks import on_ranks as on_forked_ranks
+from tests.parallel_problem import complaint
 from tests.problems import both
 from tests.test_dtensor import mesh_of
 
@@ -113,3 +115,30 @@ def test_dtensors(group: Any, tokens: Any) -> None:
     )  # fmt: skip
     assert all(type(x) is torch.Tensor for x in found)
     compare(found, asked)
+
+
+@pytest.mark.parametrize("changes, said", [
+    ({"k": 3}, "with_labels=True)' on ranks 0, 2 and 'TopK(k=3, "),
+    ({"labels": None}, "True)' on ranks 0, 2 and 'TopK(k=2, top_p=None, with_labels=F"),
+    ({"labels": torch.ones(12, dtype=torch.long)}, "hash of labels is "),
+    ({"top_p": 0.5}, "top_p=0.5"),
+    ({"seed": 4}, "'Sample(seed=3)' on ranks 0, 2 and 'Sample(seed=4)' on rank 1"),
+    ({"counters": torch.ones(12, dtype=torch.long)}, "hash of labels is "),
+], ids=str)  # fmt: skip
+def test_ranks_that_ask_for_different_things_are_told(
+    changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLCE_DIST_CHECK_RANKS", "1")
+    samples = not {"seed", "counters"}.isdisjoint(changes)
+    given: dict[str, Any] = {"k": 2, "labels": torch.zeros(12, dtype=torch.long)}
+    if samples:
+        given = {"seed": 3}
+    call = linear_sample if samples else linear_top_k
+
+    def rank(group: Any) -> str:
+        operands = torch.zeros(12, 8), torch.zeros(5, 8)
+        mine = given | (changes if group.rank() == 1 else {})
+        return complaint(call, *operands, **mine, tp_group=group)
+
+    (complained,) = set(run_ranks(rank, 3))
+    assert said in complained, complained

@@ -147,9 +147,9 @@ def test_philox_is_that_of_its_authors() -> None:
 
 
 @triton.jit
-def _noise_kernel(seed, counters_ptr, out_ptr, T, first_id, ALIGNED: tl.constexpr):
+def _noise_kernel(seed_ptr, counters_ptr, out_ptr, T, first_id, ALIGNED: tl.constexpr):
     offs_t, offs_v = tl.arange(0, 16), tl.arange(0, 64)
-    g = noise.gumbel((seed, counters_ptr), offs_t, offs_t < T, first_id, offs_v, ALIGNED)
+    g = noise.gumbel((seed_ptr, counters_ptr), offs_t, offs_t < T, first_id, offs_v, ALIGNED)
     tl.store(out_ptr + offs_t[:, None] * 64 + offs_v[None, :], g, mask=(offs_t < T)[:, None])
 
 
@@ -157,7 +157,7 @@ def _noise_kernel(seed, counters_ptr, out_ptr, T, first_id, ALIGNED: tl.constexp
 def test_the_kernels_noise_is_that_of_eager(first_id: int, aligned: bool) -> None:
     counters = torch.arange(13) * 977 * 2**28
     out = torch.full((13, 64), torch.nan)
-    _noise_kernel[(1,)](SEED, counters, out, 13, first_id, aligned)
+    _noise_kernel[(1,)](torch.tensor(SEED), counters, out, 13, first_id, aligned)
     truth = noise.eager_gumbel(SEED, counters, first_id, 64)
     torch.testing.assert_close(out.double(), truth, rtol=1e-5, atol=1e-5)
 

@@ -41,7 +41,7 @@ class TopK:
         logits, counted = _gathered(call, operands)
         label_logit = None
         if self.with_labels:
-            label_logit = collectives.all_reduce_sum(kernels.label_logits(logits), group)
+            label_logit = _label_logits(call, logits)
         best = kernels.best_of_shard(logits, k=self.k, label_logit=label_logit, noise=None)
         lse = merged_lse(call, best)
         ids = logprob = label_logprob = label_rank = None
@@ -82,8 +82,11 @@ class Sample:
         ids = merged_ids(call, best.pairs, lse, counted, k=1, top_p=None)[0][:, 0]
         is_id = ids >= 0
         logits = logits._replace(labels=ids.where(is_id, call.options.ignore_index))
-        z = collectives.all_reduce_sum(kernels.label_logits(logits), call.tp_group)
-        logprob = (z.double() - lse).clamp_max(0.0).where(is_id | lse.isnan(), -torch.inf)
+        logprob = (
+            (_label_logits(call, logits).double() - lse)
+            .clamp_max(0.0)
+            .where(is_id | lse.isnan(), -torch.inf)
+        )
         return logprob.to(call.stats_dtype), (ids,), ()
 
 
@@ -93,6 +96,12 @@ def _gathered(call: Call, operands: Operands) -> tuple[ShardLogits, Tensor]:
     gather.start()
     gather.wait()
     return logits, logits.counted
+
+
+def _label_logits(call: Call, logits: ShardLogits) -> Tensor:
+    """Return the logits of labels [T], the same on every rank."""
+    mine = kernels_of(call.impl).label_logits(logits, vocab_size=call.vocab_size)
+    return collectives.all_reduce_sum(mine, call.tp_group)
 
 
 def merged_lse(call: Call, best: ShardBest) -> Tensor:

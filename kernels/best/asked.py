@@ -29,7 +29,7 @@ class ShardBest(NamedTuple):
 
 
 class BestKernels(Protocol):
-    def label_logits(self, logits: ShardLogits) -> Tensor: ...
+    def label_logits(self, logits: ShardLogits, *, vocab_size: int) -> Tensor: ...
 
     def best_of_shard(
         self, logits: ShardLogits, *, k: int, label_logit: Tensor | None, noise: Noise | None

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from flce_dist import torch_private
 from flce_dist.kernels.best.asked import Noise, ShardBest
 from flce_dist.kernels.best.noise import eager_gumbel
 from flce_dist.kernels.logits.eager import SCRATCH_BYTES, windows
@@ -24,7 +25,12 @@ def _chunks(logits: ShardLogits) -> Iterator[tuple[slice, Tensor]]:
         yield tokens, torch.cat([empty, *parts], 1)
 
 
-def label_logits(logits: ShardLogits) -> Tensor:
+def label_logits(logits: ShardLogits, *, vocab_size: int) -> Tensor:
+    if logits.labels.is_cuda:
+        known = (logits.labels >= 0) & (logits.labels < vocab_size)
+        torch_private.assert_soon(
+            (known | ~logits.counted).all(), "labels must be within [0, vocab_size) or ignore_index"
+        )
     column = logits.labels - logits.vocab_start_index
     is_here = (column >= 0) & (column < logits.V) & logits.counted
     out = torch.zeros(logits.T, dtype=logits.stats_dtype, device=column.device)

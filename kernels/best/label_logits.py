@@ -18,13 +18,13 @@ from flce_dist.kernels.primitives import dot, label_columns, softcap_tanh
 _BLOCK = 64  # tokens of a program: the least that tensor cores of all architectures take
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], debug=True)  # for the assertion
 def _label_tiles_kernel(
     hidden_ptr, weight_ptr, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 global ids
     out_ptr,  # out: [T] fp32
     T, V, H,
     strides,  # the tuples are those of ShardLogits
-    vocab_start_index, scalars,
+    vocab_start_index, scalars, vocab_size,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """A program computes the logits of BLOCK_T tokens at all their labels, and keeps each own."""
@@ -32,6 +32,11 @@ def _label_tiles_kernel(
     ignore_index, logit_scale, softcap, inverse_temperature_ptr, _ = scalars
     offs = tl.arange(0, BLOCK_T)
     offs_t = tl.program_id(0) * BLOCK_T + offs
+    label = tl.load(labels_ptr + offs_t, mask=offs_t < T, other=ignore_index)
+    tl.device_assert(
+        ((label >= 0) & (label < vocab_size)) | (label == ignore_index),
+        "labels must be within [0, vocab_size) or ignore_index",
+    )
     column, _ = label_columns(labels_ptr, offs_t, T, V, vocab_start_index, ignore_index)
     is_here = column >= 0
     hidden_ptr += offs_t.to(tl.int64)[:, None] * stride_hidden_t
@@ -53,10 +58,12 @@ def _label_tiles_kernel(
     tl.store(out_ptr + offs_t, tl.where(is_here, z, 0.0), mask=offs_t < T)
 
 
-def label_logits(logits: ShardLogits) -> Tensor:
+def label_logits(logits: ShardLogits, *, vocab_size: int) -> Tensor:
     """Return [T] fp32: the logits of labels that this shard has, and 0 elsewhere and if ignored.
 
-    Their bits are those of the tile in which ``best_of_shard`` computes them.
+    Their bits are those of the tile in which ``best_of_shard`` computes them. A label that is
+    neither below ``vocab_size`` nor ignored fails a device-side assertion, whose error arrives with
+    the next synchronisation.
     """
     T = logits.T
     out = torch.empty(T, dtype=torch.float32, device=logits.labels.device)
@@ -68,7 +75,7 @@ def label_logits(logits: ShardLogits) -> Tensor:
             out,
             T, logits.V, logits.H,
             logits.strides,
-            logits.vocab_start_index, logits.scalars,
-            BLOCK_T=BLOCK_T, BLOCK_H=config.BLOCK_H, num_warps=4,
+            logits.vocab_start_index, logits.scalars, vocab_size,
+            BLOCK_T=BLOCK_T, BLOCK_H=config.BLOCK_H, num_warps=4, sanitize_overflow=False,
         )  # fmt: skip
     return out

@@ -31,7 +31,8 @@ def _log2(x):
 @triton.jit
 def gumbel(noise, offs_t, mask_t, first_id, offs_v, ALIGNED: tl.constexpr):
     """[BLOCK_T, BLOCK_V] fp32 for ids from first_id on, a multiple of 16 if ALIGNED."""
-    seed, counters_ptr = noise
+    seed_ptr, counters_ptr = noise
+    seed = tl.load(seed_ptr)
     counter = tl.load(counters_ptr + offs_t, mask=mask_t, other=0)
     if ALIGNED:
         segment, place = (first_id >> 4) + (offs_v >> 4), offs_v & 15

@@ -68,7 +68,7 @@ def _best_pass_kernel(
     z,  # out: [T, V] fp32 or None
     T, V, H,
     strides, stride_z_t,  # the tuple is that of ShardLogits, like scalars
-    vocab_start_index, scalars, noise,  # noise: None, or the seed and [T] int64
+    vocab_start_index, scalars, noise,  # noise: None, or [] and [T] int64
     EVEN_V: tl.constexpr, ALIGNED: tl.constexpr, TMA: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
     GROUP_V: tl.constexpr,
@@ -190,6 +190,9 @@ def _best_of_chunk(
         column = torch.empty(num_v, T, dtype=torch.int32, device=device)
     if label_logit is not None:
         above = torch.empty(num_v, T, dtype=torch.int32, device=device)
+    seeded = None
+    if noise is not None:  # a number would be compiled into the kernel if it is 1, or even
+        seeded = torch.full((), noise.seed, dtype=torch.int64, device=device), noise.counters
     _best_pass_kernel[launch.grid](
         *launch.operands(logits),
         logits.labels, label_logit,
@@ -198,7 +201,7 @@ def _best_of_chunk(
         None if z is None else _halves(launch, z),
         T, V, logits.H,
         logits.strides, 0 if z is None else z.stride(0),
-        logits.vocab_start_index, logits.scalars, noise,
+        logits.vocab_start_index, logits.scalars, seeded,
         EVEN_V=V % BLOCK_V == 0, ALIGNED=logits.vocab_start_index % 16 == 0,
         GROUP_V=launch.group_v, **launch.constexprs,
     )  # fmt: skip
