@@ -108,8 +108,11 @@ def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
             (" scaled", partial(dlogits, token)),
             (" affine", partial(dlogits, token, token, token)),
         ]
+    is_hopper = tuning.device_arch(out.device)[0] == "sm_90"  # elsewhere these differ as little
+    if logits.group_v is not None and is_hopper and out.dtype == torch.bfloat16:
+        of_best = dict(best(logits, token))
+        calls += [(f"{name} in groups", of_best[name]) for name in (" rank", " many")]
     if logits.group_v is None and logits.T == SHAPES[0][0]:
-        is_hopper = tuning.device_arch(out.device)[0] == "sm_90"  # elsewhere these differ as little
         if is_hopper:
             calls.append((" entropy", partial(statistics, metrics=True)))
         if is_hopper or out.dtype == torch.bfloat16:
@@ -172,6 +175,8 @@ def scores(logits: ShardLogits, out: torch.Tensor) -> None:
 def best(logits: ShardLogits, token: torch.Tensor) -> list[tuple[str, Callable[[], Any]]]:
     """Calls of the pass of best ids: of one, of many, of ranks alone, of samples; and the rest."""
     call = partial(best_gpu.best_of_shard, logits, label_logit=None, noise=None)
+    shifted = logits._replace(vocab_start_index=3)
+    unaligned = partial(best_gpu.best_of_shard, shifted, label_logit=None)
 
     def rest() -> None:
         lse, counted = torch.empty(logits.T, dtype=torch.float64), logits.counted
@@ -186,6 +191,7 @@ def best(logits: ShardLogits, token: torch.Tensor) -> list[tuple[str, Callable[[
         (" rank", partial(call, k=0, label_logit=token)),
         (" many", partial(call, k=64)),
         (" sample", partial(call, k=1, noise=Noise(1, logits.labels))),
+        (" sample", partial(unaligned, k=1, noise=Noise(1, logits.labels))),
         ("", rest),
     ]
 

@@ -8,6 +8,8 @@ import torch
 
 from flce_dist import linear_logprob, linear_top_k
 from flce_dist.kernels.best import eager, shard_pass, winners
+from flce_dist.kernels.logits.launching import tile_launch
+from flce_dist.kernels.logits.shard_logits import ShardLogits
 from tests.best_problem import (
     Asked,
     T,
@@ -250,9 +252,10 @@ def test_candidates_that_do_not_fit_into_the_buffer(
 def test_waves_are_full_and_memory_has_a_bound() -> None:
     hidden, weight = torch.empty(8192, 8), torch.empty(128256, 8)
     labels = torch.zeros(8192, dtype=torch.long)
-    logits = shard_pass.ShardLogits(hidden, weight, None, labels, 0, -100, 1.0, None)
+    logits = ShardLogits(hidden, weight, None, labels, 0, -100, 1.0, None)
+    launch = tile_launch(logits)
     for k, counts in ((0, True), (1, True), (64, False)):
-        step = shard_pass._chunk_tokens(logits, k, counts=counts)
+        step = shard_pass._chunk_tokens(launch, k, counts=counts)
         assert 0 < step < 8192 and step % 32 == 0
         if k > 1:
             assert 4 * step * 128256 <= shard_pass.LOGITS_BYTES

@@ -89,6 +89,9 @@ def test_a_labels_logit_comes_from_the_tensor_cores_of_its_tile(compiled):
 
 def test_a_group_of_columns_is_summed_in_one_order_whatever_the_tile(compiled):
     """Shards and schedules that differ in tiles, caches and tokens give the same bits."""
+    best = [f for f in compiled if f["kernel"].startswith("best_pass") and f["group_v"]]
+    assert len(best) >= 3 and len(best[0]["orders"]) == 1
+    assert all(f["orders"] == best[0]["orders"] for f in best), best
     stats = [f for f in compiled if f["kernel"].startswith("linear_stats") and f["group_v"]]
     assert all(f["orders"] for f in stats)
     for arch in ARCHS:

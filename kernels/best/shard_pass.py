@@ -7,6 +7,8 @@ label the number of logits above it. For more ids it writes the logits, of a chu
 time, and ``winners`` reads few of them again. Memory has a bound that holds at any T.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -136,7 +138,8 @@ def best_of_shard(
         if keys is not None:
             keys.fill_(LOWEST_KEY.value)
     elif T:
-        step = _chunk_tokens(logits, k, counts=above is not None)
+        launch = _tile_launch(logits, None, noise)
+        step = _chunk_tokens(launch, k, counts=above is not None)
         for start in range(0, T, step):
             tokens = slice(start, min(start + step, T))
             _best_of_chunk(
@@ -154,9 +157,22 @@ def _of_tokens(best: ShardBest, tokens: slice) -> ShardBest:
     return ShardBest(best.largest[tokens], best.sums[:, tokens], above, pairs)
 
 
-def _chunk_tokens(logits: ShardLogits, k: int, *, counts: bool) -> int:
+def _tile_launch(logits: ShardLogits, z: Tensor | None, noise: Noise | None) -> TileLaunch:
+    """Choose tiles of half the columns if noise is not shared by ids: it takes registers."""
+    launch = tile_launch(logits, z)
+    if noise is None or _is_aligned(logits):
+        return launch
+    BLOCK_V = launch.config.BLOCK_V // 2
+    group_v = min(launch.group_v, BLOCK_V)
+    return replace(launch, config=replace(launch.config, BLOCK_V=BLOCK_V), group_v=group_v)
+
+
+def _is_aligned(logits: ShardLogits) -> bool:
+    return logits.vocab_start_index % 16 == 0
+
+
+def _chunk_tokens(launch: TileLaunch, k: int, *, counts: bool) -> int:
     """Choose how many tokens one launch takes: what memory holds, in whole waves of the grid."""
-    launch = tile_launch(logits, pointers=True)
     T, BLOCK_T = launch.T, launch.config.BLOCK_T
     groups = launch.config.BLOCK_V // launch.group_v
     rows = launch.num_v * (2 * groups + 2 * (k == 1) + counts)
@@ -180,7 +196,7 @@ def _best_of_chunk(
     T, V, device, z = logits.T, logits.V, logits.hidden.device, None
     if k > 1:
         z = new_window(T, V, torch.float32, device)
-    launch = tile_launch(logits, z)
+    launch = _tile_launch(logits, z, noise)
     num_v, BLOCK_V = launch.num_v, launch.config.BLOCK_V
     groups = num_v * (BLOCK_V // launch.group_v)
     part = torch.empty(2, groups, T, dtype=torch.float32, device=device)
@@ -202,7 +218,7 @@ def _best_of_chunk(
         T, V, logits.H,
         logits.strides, 0 if z is None else z.stride(0),
         logits.vocab_start_index, logits.scalars, seeded,
-        EVEN_V=V % BLOCK_V == 0, ALIGNED=logits.vocab_start_index % 16 == 0,
+        EVEN_V=V % BLOCK_V == 0, ALIGNED=_is_aligned(logits),
         GROUP_V=launch.group_v, **launch.constexprs,
     )  # fmt: skip
     merge_groups(
