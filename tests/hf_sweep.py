@@ -9,6 +9,7 @@ classes whose names begin so run, and are printed.
 import copy
 import gc
 import inspect
+import re
 import signal
 import sys
 import warnings
@@ -21,7 +22,7 @@ from transformers.models.auto import modeling_auto
 
 from flce_dist.hf import NO_LOGITS, use_linear_cross_entropy
 from tests.hf_models import real_logits
-from tests.hf_sweep_configs import VOCAB, tiny
+from tests.hf_sweep_configs import VOCAB, tiny, within
 from tests.hf_sweep_page import write
 
 BUDGET = 1e-4  # of the loss, and relative RMS of all gradients together; fp32, many layers
@@ -71,17 +72,20 @@ def batch(model: Any) -> dict[str, Any]:
     labels = ids.masked_fill(torch.arange(12) < 4, -100)
     config = model.config
     if model.main_input_name == "input_features":
-        bins = getattr(config, "num_mel_bins", None) or config.input_feat_per_channel
-        frames = 2 * getattr(config, "max_source_positions", 32)
+        bins = within(config, "num_mel_bins", within(config, "input_feat_per_channel", 80))
+        frames = 2 * within(config, "max_source_positions", 32)
         size = (2, frames, bins) if "Speech2Text" in type(model).__name__ else (2, bins, frames)
         return {"input_features": torch.randn(size, generator=generator), "labels": labels}
     if model.main_input_name == "input_values":
         return {"input_values": torch.randn(2, 1600, generator=generator), "labels": labels}
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
     image = inspect.signature(model.forward).parameters.get("pixel_values")
-    if image is not None and image.default is inspect.Parameter.empty:
+    needs_image = image is not None and image.default is inspect.Parameter.empty
+    if needs_image or model.main_input_name == "pixel_values":
         inputs["pixel_values"] = torch.randn(2, 3, 16, 16, generator=generator)
-    if model.main_input_name == "pixel_values":
+    if "qformer_input_ids" in inspect.signature(model.forward).parameters:
+        inputs["qformer_input_ids"] = ids
+    if model.main_input_name == "pixel_values" and model.config.is_encoder_decoder:
         return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator), "labels": labels}
     return inputs
 
@@ -134,7 +138,8 @@ def compared(name: str) -> dict[str, Any]:
 
 def first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])[:120]}"
+    text = re.sub(r" at 0x[0-9a-f]+", "", " ".join(lines[:2]))
+    return f"{type(error).__name__}: {text[:120]}"
 
 
 def in_time(name: str) -> dict[str, Any]:

@@ -64,12 +64,14 @@ SIZES: dict[str, Any] = {
 MULTIMODAL_ROPE = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v", "glm46v", "glm_ocr", "paddle")
 OF_TYPE: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_shared_experts": 1},
+    "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global"], LAYERS]], "num_layers": LAYERS},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "moonshine": {"pad_token_id": 0},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "nemotron": {"num_key_value_heads": 4},
+    "pop2piano": {"decoder_start_token_id": 0},
     "reformer": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
 }
@@ -81,16 +83,28 @@ def tiny(config_class: Any) -> Any:
     return config_class(**changes_of(config_class()))
 
 
+def option_of(config: Any, name: str, default: Any = None) -> Any:
+    """Return an option; ``default`` too if it differs by layer, which is an error of its own."""
+    try:
+        return getattr(config, name, default)
+    except Exception:
+        return default
+
+
+def within(config: Any, name: str, default: int) -> int:
+    """Return an option of this config or of the first one in it that has it."""
+    configs = [config, *(x for x in vars(config).values() if isinstance(x, PretrainedConfig))]
+    found = [value for x in configs if isinstance(value := option_of(x, name), int)]
+    return found[0] if found else default
+
+
 def changes_of(config: Any) -> dict[str, Any]:
     """Return the arguments that make this config, and those within it, tiny."""
     takes = {name for name in config.to_dict() if name not in ("transformers_version",)}
     takes |= set(inspect.signature(type(config).__init__).parameters)
     changes: dict[str, Any] = {}
     for name in sorted(takes):
-        try:
-            value = getattr(config, name, None)
-        except Exception:  # it differs by layer
-            continue
+        value = option_of(config, name)
         if isinstance(value, PretrainedConfig):
             changes[name] = {**changes_of(value), "model_type": value.model_type}
         elif name in SIZES and isinstance(value, int | type(None)) and value is not None:
@@ -110,7 +124,7 @@ def changes_of(config: Any) -> dict[str, Any]:
             changes[name] = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 1, 1]}
     if "qk_rope_head_dim" in changes:  # all heads have keys of their own
         changes["num_key_value_heads"] = SIZES["num_attention_heads"]
-    if "num_attention_heads" in changes and getattr(config, "head_dim", ...) is None:
+    if "num_attention_heads" in changes and option_of(config, "head_dim", ...) is None:
         changes["head_dim"] = 8
     changes |= OF_TYPE.get(config.model_type, {})
     for name, value in list(changes.items()):

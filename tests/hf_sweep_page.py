@@ -2,6 +2,7 @@
 
 import json
 import re
+import textwrap
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,8 @@ def lines_of(found: dict[str, Any]) -> str:
         "",
         f"[Each class](results/{RESULTS.name}), and why the other {len(of['not built'])} were not "
         "built. `python -m tests.hf_sweep` runs them.",
-        "",
     ]
-    return "\n".join(lines)
+    return "\n".join(textwrap.fill(line, 100, break_long_words=False) for line in lines) + "\n"
 
 
 def plain(why: str) -> str:

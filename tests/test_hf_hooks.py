@@ -133,7 +133,13 @@ def test_logits_that_are_used_after_the_loss():
         return Out(loss=loss + 0.1 * logits.exp().mean(), right=logits.argmax(-1), logits=logits)
 
     model, plugged = with_forward(forward)
-    plugged.lm_head.register_forward_pre_hook(lambda layer, args: seen.append(layer))
+
+    def larger(layer: Any, args: Any) -> Any:
+        seen.append(layer)
+        return (args[0] * 1.5,)
+
+    for one in (plugged, model):
+        one.lm_head.register_forward_pre_hook(larger)
     with pytest.warns(UserWarning, match="the model asks for exp"), real_logits() as made:
         found = step(plugged, may_warn=True)
     assert len(seen) == 1 and made == [LOGITS]

@@ -13,7 +13,7 @@ import peft
 
 from flce_dist.hf import NO_LOGITS, use_linear_cross_entropy
 from tests.contract.compare import compare
-from tests.hf_models import batch, ours, real_logits, step, theirs
+from tests.hf_models import VOCAB, batch, ours, real_logits, step, theirs
 from tests.test_hf import BUDGET
 
 
@@ -54,6 +54,26 @@ def test_dropout_before_the_adapter():
     torch.manual_seed(0)
     compare(found, step(model), BUDGET)
     assert step(model)["loss"] != found["loss"]
+
+
+def test_one_mask_of_dropout_for_all_uses_of_the_logits():
+    """Two losses, logits after them, and logits beside the loss: as of one call of the layer."""
+    model = with_lora(lora_dropout=0.5, target_modules=["lm_head"])
+
+    class Changed(type(model.get_base_model())):  # type: ignore[misc]
+        def forward(self, input_ids, labels=None, **_):
+            logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+            twice = [self.loss_function(logits, labels, VOCAB) for _ in range(2)]
+            loss = twice[0] + 2.0 * twice[1] + 0.1 * logits.exp().mean()
+            return type("Out", (dict,), {"loss": loss})(loss=loss, logits=logits)
+
+    model.get_base_model().__class__ = Changed
+    plugged = ours(model)
+    for given in ({}, {"logits": True}):
+        torch.manual_seed(0)
+        found = step(plugged, may_warn=True, **given)
+        torch.manual_seed(0)
+        compare(found, step(model), BUDGET)
 
 
 def test_adapters_that_are_merged_or_disabled():

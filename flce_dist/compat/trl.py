@@ -64,8 +64,8 @@ class DTensorButNoParameter(metaclass=_OfParameters):
     """
 
 
-_replaced: dict[str, Any] = {}
-"""What TRL's module had by the names that ``use_linear_cross_entropy`` sets."""
+_theirs: list[tuple[Any, Any]] = []
+"""What TRL's module had in place of ours, while it has ours."""
 
 
 def use_linear_cross_entropy() -> None:
@@ -75,17 +75,15 @@ def use_linear_cross_entropy() -> None:
 
     if not hasattr(utils, "_ChunkedLogProbFunction"):
         raise NotImplementedError(f"TRL 1.16's fused LM head is not in TRL {trl.__version__}")
-    ours = {"_ChunkedLogProbFunction": ChunkedLogProbFunction, "DTensor": DTensorButNoParameter}
-    for name, replacement in ours.items():
-        _replaced.setdefault(name, getattr(utils, name))
-        setattr(utils, name, replacement)
+    if not _theirs:
+        _theirs.append((utils._ChunkedLogProbFunction, utils.DTensor))
+    utils._ChunkedLogProbFunction = ChunkedLogProbFunction
+    utils.DTensor = DTensorButNoParameter
 
 
 def restore() -> None:
     """Undo ``use_linear_cross_entropy``, where it was called."""
-    if _replaced:
+    if _theirs:
         from trl.trainer import utils
 
-        for name, theirs in _replaced.items():
-            setattr(utils, name, theirs)
-        _replaced.clear()
+        utils._ChunkedLogProbFunction, utils.DTensor = _theirs.pop()

@@ -74,44 +74,43 @@ class FusedLayer:
         """Whether the weight exists in a call of the layer alone."""
         return isinstance(self, FSDPModule)
 
-    def logits_without_hooks(self: Any, hidden: Tensor) -> Tensor:
+    def logits_in_its_call(self: Any, hidden: Tensor, operands: Operands) -> Tensor:
+        """Return the logits [..., V], while the layer's call computes a loss."""
+        if adapters_of(self):
+            return F.linear(*operands)
+        if _hooks_of(self, _OUTPUT_HOOKS, _SPLITTING):
+            return nn.Module.__call__(self, hidden)
+        return (self.set_aside or super().forward)(hidden)  # type: ignore[misc]
+
+    def logits_without_hooks(self: Any, hidden: Tensor, operands: Operands) -> Tensor:
+        """Return the logits [..., V] after a loss, in whose call the hooks have run."""
         if self.needs_its_hooks():
             raise NotImplementedError(
                 "the model uses its logits after the loss, when FSDP2 has released the weight of "
                 "the output layer; call the model with logits=True"
             )
+        if adapters_of(self):
+            return F.linear(*operands)
         return vars(self).get("forward", super().forward)(hidden)  # type: ignore[misc]
 
-    def loss(
-        self: Any, hidden: Tensor, labels: Tensor, formula: Formula, makes_values: bool,
-        keywords: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Return the loss of labels [T], and if they are to be made the logits [..., V]."""
-        whole, weight, bias = operands(self, hidden)
-        mesh: Any = getattr(weight, "device_mesh", None)
-        rows = formula.rows(whole)
-        is_split = isinstance(weight, DTensor) and weight.placements == (Shard(0),)
-        loss = linear_cross_entropy(
-            rows,
-            weight,
-            labels.view(rows.shape[:-1]),
-            softcap=formula.softcap,
-            logit_scale=formula.scale,
-            bias=bias if bias is None or formula.scale == 1.0 else bias * formula.scale,
-            tp_group=mesh.get_group() if is_split else None,
-            sequence_parallel=isinstance(rows, DTensor) and rows.placements == (Shard(1),),
-            **keywords,
-        )
-        if not makes_values:
-            return loss, None
-        if adapters_of(self):  # of the same dropout
-            return loss, F.linear(whole, weight, bias)
-        return loss, self.logits_in_its_call(hidden)
 
-    def logits_in_its_call(self: Any, hidden: Tensor) -> Tensor:
-        if _hooks_of(self, _OUTPUT_HOOKS, _SPLITTING):
-            return nn.Module.__call__(self, hidden)
-        return (self.set_aside or super().forward)(hidden)  # type: ignore[misc]
+def loss_of(operands: Any, labels: Tensor, formula: Formula, keywords: dict[str, Any]) -> Tensor:
+    """Return the loss of labels [T]."""
+    hidden, weight, bias = operands
+    rows = formula.rows(hidden)
+    mesh: Any = getattr(weight, "device_mesh", None)
+    is_split = isinstance(weight, DTensor) and weight.placements == (Shard(0),)
+    return linear_cross_entropy(
+        rows,
+        weight,
+        labels.view(rows.shape[:-1]),
+        softcap=formula.softcap,
+        logit_scale=formula.scale,
+        bias=bias if bias is None or formula.scale == 1.0 else bias * formula.scale,
+        tp_group=mesh.get_group() if is_split else None,
+        sequence_parallel=isinstance(rows, DTensor) and rows.placements == (Shard(1),),
+        **keywords,
+    )
 
 
 def layers_of(head: Any) -> list[Any]:

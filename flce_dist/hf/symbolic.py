@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flce_dist.hf.layers import Operands, loss_of, operands
 from flce_dist.hf.stand_in import NO_LOGITS
 from flce_dist.hf.steps import STEPS, Formula
 
@@ -79,6 +80,7 @@ class LayerCall:
         self.hidden = hidden  # as the model passed it; then as the layer's pre-hooks changed it
         self.needs_grad = torch.is_grad_enabled()
         self.is_in_loss = False
+        self.operands: Operands | None = None  # of all its losses: of one mask of LoRA's dropout
         self.values: Tensor | None = None  # the layer's real logits
         self.made: list[SymbolicLogits] = []  # in the order in which the model made them
 
@@ -100,8 +102,8 @@ class LayerCall:
         if self.values is None:
             self.recording.warn(why)
             with torch.set_grad_enabled(self.needs_grad):
-                if self.is_in_loss:  # its hooks have run
-                    self.values = self.layer.logits_without_hooks(self.hidden)
+                if self.operands is not None:  # its hooks have run
+                    self.values = self.layer.logits_without_hooks(self.hidden, self.operands)
                 else:
                     self.values = self.layer.called(self.hidden)
         return self.values
@@ -109,19 +111,21 @@ class LayerCall:
     def loss(self, formula: Formula, labels: Tensor, **options: Any) -> Tensor:
         """Return the loss of labels [T]; the first one calls the layer, and maybe makes logits."""
 
-        def compute(hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        def compute(hidden: Tensor) -> Tensor:
             self.hidden = hidden
-            keywords = {**options, **self.recording.keywords}
-            makes_values = self.recording.wants_logits and not self.is_in_loss
-            return self.layer.loss(hidden, labels, formula, makes_values, keywords)
+            self.operands = operands(self.layer, hidden)
+            if self.recording.wants_logits and self.values is None:
+                self.values = self.layer.logits_in_its_call(hidden, self.operands)
+            return of_operands()
 
-        if self.is_in_loss and not self.layer.needs_its_hooks():
-            return compute(self.hidden)[0]
-        loss, values = self.layer.called(self.hidden, compute=compute)
-        if not self.is_in_loss:
-            self.values = values
+        def of_operands() -> Tensor:
+            keywords = {**options, **self.recording.keywords}
+            return loss_of(self.operands, labels, formula, keywords)
+
         self.is_in_loss = True
-        return loss
+        if self.operands is not None and not self.layer.needs_its_hooks():
+            return of_operands()
+        return self.layer.called(self.hidden, compute=compute)
 
 
 class SymbolicLogits(Tensor):
