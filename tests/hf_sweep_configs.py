@@ -61,6 +61,9 @@ SIZES: dict[str, Any] = {
 """The values of options by name; those of a config that has no such option are left out."""
 
 
+SCALES = ("logits_scaling", "lm_head_multiplier", "logit_scale", "output_multiplier")
+"""Numbers that scale logits, and are often 1 by default."""
+
 MULTIMODAL_ROPE = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v", "glm46v", "glm_ocr", "paddle")
 OF_TYPE: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -118,6 +121,8 @@ def changes_of(config: Any) -> dict[str, Any]:
         elif name in ("layer_types", "mlp_layer_types", "layers_block_type") and value:
             kinds = list(dict.fromkeys(value))
             changes[name] = (kinds[-LAYERS:] * LAYERS)[:LAYERS]
+        elif name in SCALES and isinstance(value, int | float):
+            changes[name] = 0.5
         elif name in ("use_cache", "apply_spec_augment"):
             changes[name] = False
         elif name == "rope_parameters" and any(x in config.model_type for x in MULTIMODAL_ROPE):

@@ -58,9 +58,20 @@ def lines_of(found: dict[str, Any]) -> str:
         f"[Each class](results/{RESULTS.name}), and why the other {len(of['not built'])} were not "
         "built. `python -m tests.hf_sweep` runs them.",
     ]
-    return "\n".join(textwrap.fill(line, 100, break_long_words=False) for line in lines) + "\n"
+    return "".join(f"{wrapped(line)}\n" for line in lines)
+
+
+def wrapped(line: str) -> str:
+    indent = " " * (line.index("*") + 2) if line.lstrip().startswith("*") else ""
+    return textwrap.fill(line, 100, subsequent_indent=indent, break_long_words=False)
 
 
 def plain(why: str) -> str:
     """Return a reason without the type of its error, and the printed form of modules."""
-    return re.sub(r"^\w+Error: ", "", why).split("(in_features")[0].replace("__getitem__", "a mask")
+    return (
+        re.sub(r"^\w+Error: ", "", why)
+        .split("(in_features")[0]
+        .replace("<function ", "")
+        .rstrip(">")
+        .replace("__getitem__", "a mask")
+    )
