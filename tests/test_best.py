@@ -9,7 +9,7 @@ import torch
 from flce_dist import linear_logprob, linear_top_k
 from flce_dist.kernels.best import eager, shard_pass, winners
 from flce_dist.kernels.logits.launching import tile_launch
-from flce_dist.kernels.logits.shard_logits import ShardLogits
+from flce_dist.kernels.logits.operands import ShardLogits
 from tests.best_problem import (
     Asked,
     T,
