@@ -33,7 +33,11 @@ def test_grids_are_valid(path, world_size):
     assert config.out.name == path.stem
     for shape in config.shapes:
         runs = runs_of(config, shape)
-        assert {floor_of(run) for run in runs} <= {run.name for run in runs} | {"gemm1", "gemm3"}
+        assert {floor_of(run) for run in runs} <= {run.name for run in runs} | {
+            "gemm1",
+            "gemm2",
+            "gemm3",
+        }
         if path.stem == OVER_RANKS:
             whole = {run.impl for run in runs if not run.sequence_parallel}
             assert whole == {"gemm1", "gemm3", "gemm4"}

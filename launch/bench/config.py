@@ -38,6 +38,10 @@ class RunSpec:
     max_counted: bool = False
     """Of ours: it is told how many tokens count."""
     skip_ignored: bool = False
+    frozen: bool = False
+    """The weight needs no gradient, as with adapters elsewhere; the floor is then gemm2."""
+    per_token: bool = False
+    """Of ours: a loss for each token, with upstream gradients of their own."""
     over: Literal["vocabulary", "ids"] | None = None
     """Of ours: linear_logprob over these, and its ratio to the loss in place of a floor."""
     best: Literal["top_k", "rank", "sample"] | None = None
@@ -72,7 +76,8 @@ class RunSpec:
             words.append("SP")
         if self.filter_eps is not None:
             words.append(f"eps {self.filter_eps:.2g}")
-        words += [name for name in ("max_counted", "skip_ignored") if getattr(self, name)]
+        flags = "max_counted", "skip_ignored", "frozen", "per_token"
+        words += [name for name in flags if getattr(self, name)]
         if self.over is not None:
             words.append(f"over {self.over} K={self.ids} {self.spread}")
         if self.best is not None:
@@ -181,13 +186,15 @@ def runs_of(config: BenchConfig, shape: ShapeSpec) -> list[RunSpec]:
 def floor_of(run: RunSpec) -> str:
     """Return what a run is measured against.
 
-    The GEMMs that it needs: 1, or with gradients 3, or 4 if it recomputes logits. Of scores the
-    loss.
+    The GEMMs that it needs: 1, or with gradients 3, or 4 if it recomputes logits; 2 with a frozen
+    weight. Of scores the loss.
     """
     if run.over is not None:
         return dataclasses.replace(run, over=None, ids=1, spread="uniform").name
     if run.mode == "forward":
         return "gemm1"
+    if run.frozen:
+        return "gemm2"
     return "gemm4" if run.is_ours and run.schedule == "recompute" else "gemm3"
 
 

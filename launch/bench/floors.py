@@ -23,17 +23,21 @@ class Floor:
     mode: Literal["forward", "forward_backward"]
 
 
-def gemms(hidden: Tensor, weight: Tensor, *, logits: int, gradients: bool) -> Callable[[], None]:
+def gemms(
+    hidden: Tensor, weight: Tensor, *, logits: int, of_hidden: bool, of_weight: bool
+) -> Callable[[], None]:
     """Return a call that runs the GEMM of the logits ``logits`` times, of each gradient once."""
     hidden, weight = hidden.detach(), weight.detach()
     z = hidden.new_empty(len(hidden), len(weight))
-    dhidden, dweight = torch.empty_like(hidden), torch.empty_like(weight)
+    dhidden = torch.empty_like(hidden)
+    dweight = torch.empty_like(weight) if of_weight else None
 
     def run() -> None:
         for _ in range(logits):
             torch.mm(hidden, weight.T, out=z)
-        if gradients:
+        if of_hidden:
             torch.mm(z, weight, out=dhidden)
+        if dweight is not None:
             torch.mm(z.T, hidden, out=dweight)
 
     return run
@@ -47,8 +51,9 @@ def _read_weight(hidden: Tensor, weight: Tensor) -> Callable[[], Tensor]:
 
 
 FLOORS = {
-    "gemm1": Floor(partial(gemms, logits=1, gradients=False), "forward"),
+    "gemm1": Floor(partial(gemms, logits=1, of_hidden=False, of_weight=False), "forward"),
     "read_weight": Floor(_read_weight, "forward"),
-    "gemm3": Floor(partial(gemms, logits=1, gradients=True), "forward_backward"),
-    "gemm4": Floor(partial(gemms, logits=2, gradients=True), "forward_backward"),
+    "gemm2": Floor(partial(gemms, logits=1, of_hidden=True, of_weight=False), "forward_backward"),
+    "gemm3": Floor(partial(gemms, logits=1, of_hidden=True, of_weight=True), "forward_backward"),
+    "gemm4": Floor(partial(gemms, logits=2, of_hidden=True, of_weight=True), "forward_backward"),
 }

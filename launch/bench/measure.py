@@ -22,7 +22,7 @@ from flce_dist.best import linear_sample, linear_top_k
 from flce_dist.launch.bench.config import BenchConfig, RunSpec
 from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.peers import PEERS, LossFunction, load_peer
-from flce_dist.launch.bench.problem import Errors, Problem, Truth, errors_of
+from flce_dist.launch.bench.problem import IGNORED, Errors, Problem, Truth, errors_of
 from flce_dist.launch.bench.profiles import Profile, take_profile
 from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.launch.process_group import failures, gathered
@@ -116,12 +116,14 @@ class Measured:
             shares = "kept_share", "rank_one_mass"
             self.filtered = {name: getattr(found, name).item() for name in shares}
         self._loss_of = partial(linear_cross_entropy, **options)
+        if run.per_token:
+            self._loss_of = partial(_mean_of_each, options=options)
 
     def _leaves(self) -> tuple[Tensor, Tensor]:
         """Hidden and weight of the problem as this run takes them; no copies."""
         own, learns = self.problem.tokens_of(self.run), self.run.mode == "forward_backward"
         hidden, weight = self.problem.hidden[own].detach(), self.problem.weight.detach()
-        return hidden.requires_grad_(learns), weight.requires_grad_(learns)
+        return hidden.requires_grad_(learns), weight.requires_grad_(learns and not self.run.frozen)
 
     def _call(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Compute the loss once and, by mode, both gradients anew."""
@@ -148,7 +150,7 @@ class Measured:
             return
         self.loss_eps = torch.finfo(loss.dtype).eps
         gradients = [x.grad for x in (hidden, weight) if x.grad is not None]
-        if self.run.mode == "forward_backward" and len(gradients) < 2:
+        if self.run.mode == "forward_backward" and len(gradients) < 2 - self.run.frozen:
             raise RuntimeError("backward must fill the gradients of hidden and weight")
         if truth is not None:
             self.errors = errors_of(self.run, loss, gradients, self.problem, truth)
@@ -227,6 +229,15 @@ def _label_loss(
     """Return the mean loss of the label, the first of each token's ids."""
     logprob = linear_logprob(hidden, weight, ids, **options).logprob
     return torch.nn.functional.nll_loss(logprob, torch.zeros_like(labels))
+
+
+def _mean_of_each(
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Return the mean loss, taken here of a loss for each token."""
+    losses = linear_cross_entropy(hidden, weight, labels, reduction="none", **options)
+    factors = (labels != IGNORED).to(losses.dtype)
+    return (losses * factors).sum() / factors.sum()
 
 
 def _best(

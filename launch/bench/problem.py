@@ -186,4 +186,5 @@ def errors_of(
     if not gradients or truth.dhidden is None or truth.dweight is None:
         return Errors(loss_error)
     wanted = truth.dhidden[problem.tokens_of(run)], truth.dweight
-    return Errors(loss_error, *map(relative_rms, gradients, wanted))
+    of_gradients = map(relative_rms, gradients, wanted)  # of hidden alone, with a frozen weight
+    return Errors(loss_error, *of_gradients)

@@ -65,6 +65,8 @@ class Record:
     flagged: int = 0  # tokens whose logits are computed twice
     max_counted: bool = False
     skip_ignored: bool = False
+    frozen: bool = False  # the weight
+    per_token: bool = False  # a loss for each
     over: str | None = None  # of linear_logprob, as ids and spread
     best: str | None = None  # of linear_top_k and linear_sample
     ids: int = 1

@@ -20,7 +20,8 @@ OUR_COLOR, PEER_COLOR, EDGE = "#2c7fb8", "#b0b0b0", "#c0392b"
 NAMES = {
     "triton": "ours,", "indexed": "ours, rows by a mask", "cce": "cut-cross-entropy",
     "cce_unfiltered": "cut-cross-entropy, unfiltered", "liger_fp32": "liger, fp32 loss",
-    "gemm1": "one GEMM", "gemm3": "three GEMMs", "gemm4": "four GEMMs", "torch_eager": "PyTorch",
+    "gemm1": "one GEMM", "gemm2": "two GEMMs", "gemm3": "three GEMMs", "gemm4": "four GEMMs",
+    "torch_eager": "PyTorch",
     "torch_compile": "torch.compile", "torch_compile_fp32": "torch.compile, fp32 loss",
     "canonical": "PyTorch, fp32 logits",
     "megatron_fused": "Megatron, fused loss", "megatron_unfused": "Megatron, unfused loss",
