@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from flce_dist import linear_logprob, linear_top_k
+from flce_dist import linear_logprob, linear_sample, linear_top_k
 from flce_dist.kernels.best import eager, shard_pass, winners
 from flce_dist.kernels.logits.launching import tile_launch
 from flce_dist.kernels.logits.operands import ShardLogits
@@ -296,3 +296,18 @@ def test_gradients_are_refused_by_name() -> None:
 def test_csr_needs_ids() -> None:
     with pytest.raises(ValueError, match="csr needs ids"):
         best(problem(k=None)).csr()
+
+
+def test_torch_compile_ends_a_graph_before_the_call_and_begins_one_after_it() -> None:
+    asked = problem(labelled=False)
+
+    def step(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        best = linear_top_k(2 * hidden, asked.weight, 3)
+        drawn = linear_sample(2 * hidden, asked.weight, 5)
+        assert best.ids is not None and best.logprob is not None
+        return best.logprob.sin(), best.ids + drawn.ids[:, None]
+
+    with pytest.raises(Exception, match=r"not part of a graph.* use fullgraph=False"):
+        torch.compile(step, fullgraph=True, backend="eager")(asked.hidden)
+    compiled = torch.compile(step, backend="eager")(asked.hidden)
+    assert same_bits(compiled, step(asked.hidden))

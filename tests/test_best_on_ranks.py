@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from flce_dist import linear_sample, linear_top_k
+from flce_dist import linear_logprob, linear_sample, linear_top_k
+from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
 from tests.best_problem import (
     best,
@@ -142,3 +144,40 @@ def test_ranks_that_ask_for_different_things_are_told(
 
     (complained,) = set(run_ranks(rank, 3))
     assert said in complained, complained
+
+
+@pytest.mark.parametrize("P", [2, 3])
+def test_a_student_learns_from_a_teachers_best_ids(P: int) -> None:
+    """Both share their vocabulary over the ranks; tokens are split, ids are those of all."""
+    T, H, V, K = 12, 16, 40, 4
+    g = torch.Generator().manual_seed(0)
+    sizes = (T, H), (V, H), (T, 2 * H), (V, 2 * H)
+    hidden, weight, *teacher = (torch.randn(x, generator=g, dtype=torch.float64) for x in sizes)
+
+    def loss_of(hidden: Tensor, weight: Tensor, teacher: list[Tensor], **options: Any) -> Tensor:
+        best = linear_top_k(teacher[0], teacher[1], K, **options)
+        assert best.ids is not None and best.logprob is not None
+        logprob = linear_logprob(hidden, weight, best.ids, **options).logprob
+        return (best.logprob.exp() * (best.logprob - logprob)).sum(-1).mean()
+
+    def rank(group: Any) -> tuple[Tensor, Tensor, Tensor]:
+        rows, own = slice(*vocab_range(V, group.rank(), P)), slice(*vocab_range(T, group.rank(), P))
+        leaves = hidden[own].clone().requires_grad_(), weight[rows].clone().requires_grad_()
+        of_rows: dict[str, Any] = {"vocab_size": V, "vocab_range": (rows.start, rows.stop)}
+        loss = loss_of(
+            *leaves, [teacher[0][own], teacher[1][rows]], tp_group=group, sequence_parallel=True,
+            **of_rows,
+        )  # fmt: skip
+        loss.backward()
+        return loss.detach(), *(x.grad for x in leaves)  # type: ignore[return-value]
+
+    losses, dhidden, dweight = zip(*run_ranks(rank, P), strict=True)
+    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    target, ids = (teacher[0] @ teacher[1].T).log_softmax(-1).topk(K)
+    logprob = (leaves[0] @ leaves[1].T).log_softmax(-1).gather(-1, ids)
+    truth = (target.exp() * (target - logprob)).sum(-1).mean()
+    truth.backward()
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    close(losses[0], truth.detach())
+    close(torch.cat(dhidden), leaves[0].grad)
+    close(torch.cat(dweight), leaves[1].grad)

@@ -43,7 +43,8 @@ def test_ties_are_those_of_a_stable_sort(
 @pytest.mark.parametrize("options", [
     {},
     {"tp_invariant": True},
-    {"softcap": 5.0, "temperature": 0.7, "logit_scale": 0.5},
+    {"softcap": 5.0, "temperature": 0.7, "logit_scale": 0.6},
+    {"bias": True, "temperature": 0.7, "logit_scale": 0.6},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @each_device
@@ -54,6 +55,8 @@ def test_a_labels_logit_has_the_bits_of_its_tile(
     T, V, H = (700, 2000, 512) if device == "cuda" else (10, 150, 40)
     hidden, weight, labels = operands(device, T, V, H, dtype)
     given: dict[str, Any] = {"impl": "triton", **options}
+    if "bias" in options:
+        given["bias"] = weight[:, 0].contiguous()
     found = linear_top_k(hidden, weight, V, labels=labels, **given)
     assert found.ids is not None and found.logprob is not None
     place = (found.ids == labels[:, None]).int().argmax(1)
