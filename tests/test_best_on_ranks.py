@@ -50,6 +50,12 @@ def test_more_ids_than_a_rank_has_rows_and_ranks_without_rows(impl: str) -> None
 
 
 @both
+def test_only_tokens_that_count_are_gathered(impl: str) -> None:
+    asked = problem(k=3).changed(max_counted=10, temperature=torch.linspace(0.5, 1.0, 12))
+    compare(on_ranks(asked, 2, impl, sequence_parallel=True), asked)
+
+
+@both
 def test_logits_that_differ_in_magnitude_between_ranks(impl: str) -> None:
     """Bins of exponentials that are far apart, and a rank whose columns are all banned."""
     asked = real_problem(k=3)

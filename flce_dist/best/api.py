@@ -100,22 +100,21 @@ def linear_top_k(
         an operand requires a gradient, which results do not have.
     """
     words = f"within [1, {MOST_K}]"
-    ids = values.integer("k", k, words, least=1, end=MOST_K + 1, optional=True) or 0
-    limit = _checked_top_p(top_p)
-    if not ids and labels is None:
+    k = values.integer("k", k, words, least=1, end=MOST_K + 1, optional=True)
+    top_p = _checked_top_p(top_p)
+    if k is None and labels is None:
         raise ValueError("k or labels must be given, got None for both: nothing is asked for")
-    if limit is not None and not ids:
+    if top_p is not None and k is None:
         raise ValueError("k must be given with top_p, as the most ids of a token, got None")
-    chosen = checks.checked_options(**keywords_of(linear_top_k, options, **_FIXED))
-    if labels is None and chosen.max_counted is not None:
+    checked = checks.checked_options(**keywords_of(linear_top_k, options, **_FIXED))
+    if labels is None and checked.max_counted is not None:
         raise ValueError(
             "labels must be given with max_counted, since they say which tokens count, got None"
         )
-    given: Any = labels
-    arguments = Arguments(hidden, weight, given, bias, None, temperature, chosen, tp_group)
-    asked = TopK(ids, limit, with_labels=labels is not None)
-    lse, found, logprob, label_logprob, label_rank = _results("linear_top_k", arguments, asked)
-    return BestIds(found, logprob, lse, label_logprob, label_rank)
+    schedule = TopK(k or 0, top_p, with_labels=labels is not None)
+    arguments = _arguments(hidden, weight, labels, bias, temperature, checked, tp_group)
+    lse, ids, logprob, label_logprob, label_rank = _results("linear_top_k", arguments, schedule)
+    return BestIds(ids, logprob, lse, label_logprob, label_rank)
 
 
 def _checked_top_p(top_p: float | None) -> float | None:
@@ -156,11 +155,18 @@ def linear_sample(
     """
     seed = values.integer("seed", seed, "within [0, 2**63)", least=0)
     keywords = keywords_of(linear_sample, options, ignore_index=-1, max_counted=None, **_FIXED)
-    chosen = checks.checked_options(**keywords)
-    given: Any = counters
-    arguments = Arguments(hidden, weight, given, bias, None, temperature, chosen, tp_group)
+    checked = checks.checked_options(**keywords)
+    arguments = _arguments(hidden, weight, counters, bias, temperature, checked, tp_group)
     logprob, ids = _results("linear_sample", arguments, Sample(seed))
     return SampledIds(ids, logprob)
+
+
+def _arguments(
+    hidden: Tensor, weight: Tensor, labels: Any, bias: Tensor | None, temperature: float | Tensor,
+    options: LossOptions, tp_group: dist.ProcessGroup | None,
+) -> Arguments:  # fmt: skip
+    """Return the arguments; without labels these are None until tokens can be counted."""
+    return Arguments(hidden, weight, labels, bias, None, temperature, options, tp_group)
 
 
 def _results(name: str, arguments: Arguments, schedule: TopK | Sample) -> tuple[Any, ...]:
@@ -198,15 +204,16 @@ def _run(arguments: Arguments, schedule: TopK | Sample) -> tuple[Any, ...]:
             raise ValueError(
                 f"counters must be {tuple(numbers.shape)}, as tokens, got {tuple(labels.shape)}"
             )
-    each = tempered(temperature, labels)
-    given = Arguments(hidden, weight, labels, bias, None, each, options, tp_group)
-    ordered, _ = settled(given)
+    temperatures = tempered(temperature, labels)
+    ordered, _ = settled(
+        Arguments(hidden, weight, labels, bias, None, temperatures, options, tp_group)
+    )
     call, operands = prepare(ordered, [False, False, False])
-    operands = schedule.operands(call, operands)
-    chosen: Any = schedule
-    first, others, _ = run_forward(replace(call, schedule=chosen), operands)
+    forward_alone: Any = schedule
+    call = replace(call, schedule=forward_alone)
+    first, behind, _ = run_forward(call, schedule.operands(call, operands))
     shape = ordered.labels.shape
-    results = [None if x is None else x.view(*shape, *x.shape[1:]) for x in (first, *others)]
+    results = [None if x is None else x.view(*shape, *x.shape[1:]) for x in (first, *behind)]
     if ordered.options is not options:  # dimensions have been exchanged
         results = [None if x is None else x.transpose(0, 1).contiguous() for x in results]
     return tuple(results)

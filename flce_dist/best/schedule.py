@@ -5,6 +5,7 @@ T = tokens of the tensor-parallel group, V = real vocabulary rows here, k = ids 
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,9 +55,8 @@ class TopK:
             label_logprob = label_logprob.to(call.stats_dtype)
         lse = lse.where(counted, 0.0).to(call.stats_dtype)
         of_tokens = (lse, 0), (ids, -1), (logprob, -math.inf), (label_logprob, 0), (label_rank, -1)
-        first, *others = (_put_back(x, fill, operands.places, call.T_all) for x, fill in of_tokens)
-        assert first is not None
-        return first, tuple(others), ()
+        lse, *behind = (_put_back(x, fill, operands.places, call.T_all) for x, fill in of_tokens)
+        return lse, tuple(behind), ()
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def merged_ids(
     return ids, logprob.to(call.stats_dtype)
 
 
-def _put_back(x: Tensor | None, fill: float, places: Tensor | None, T_all: int) -> Tensor | None:
+def _put_back(x: Any, fill: float, places: Tensor | None, T_all: int) -> Any:
     """Return [T_all, ...] with the rows of x [T, ...] at their places, and ``fill`` elsewhere."""
     if x is None or places is None:
         return x

@@ -37,11 +37,11 @@ def best_ids(
     return instead_of_logits(model, BestIds, compute, args, kwargs)
 
 
-def _best_of(layer: Any, hidden: Tensor, weight: Tensor, *, scale: float, **given: Any) -> BestIds:
+def _best_of(layer: Any, hidden: Tensor, weight: Tensor, *, scale: float, **asked: Any) -> BestIds:
     """Return best ids [b, s] of hidden [s, b, H]."""
-    given = {name: transposed(x) for name, x in given.items()}
+    asked = {name: transposed(x) for name, x in asked.items()}
     options = {name: layer.loss_keywords[name] for name in ("softcap", "vocab_size", "impl")}
     of_layer = layer.keywords_for(weight, scale)
     del of_layer["accumulate_dweight"]  # of gradients
-    found: Any = linear_top_k(hidden, weight, **given, **options, **of_layer)
-    return BestIds(*map(transposed, found))
+    best: Any = linear_top_k(hidden, weight, **asked, **options, **of_layer)
+    return BestIds(*map(transposed, best))
