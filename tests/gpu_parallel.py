@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from tests import parallel_checks, parallel_device_checks
+from tests import parallel_best_checks, parallel_checks, parallel_device_checks
 from tests.parallel_checks import Ranks
 from tests.parallel_problem import small_chunks
 
@@ -36,6 +36,7 @@ CHECKS: dict[str, Check] = {
     "devices": parallel_device_checks.another_device,
     "graphs": parallel_device_checks.captured,
     "verify": parallel_checks.of_verify,
+    "best_ids": parallel_best_checks.best_ids,
     "empty": parallel_checks.nothing_to_compute,
     "subgroups": parallel_checks.subgroups,
     "heads": parallel_checks.several_heads,

@@ -5,6 +5,7 @@ on after a wrong number, and raises only what the op raises, so that ranks stay 
 meaning on a CPU over gloo, too.
 """
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -66,10 +67,11 @@ def gradients_against_fp64(ranks: Ranks) -> Iterator[str]:
 
 
 def of_verify(ranks: Ranks) -> Iterator[str]:
-    """What ``launch.verify`` has besides: filtered gradients, scores, counted tokens."""
+    """What ``launch.verify`` has besides: filtered gradients, scores, best ids, counted tokens."""
     P, device = ranks.P, ranks.device
-    for variant in (*cases.filtered_variants(), *cases.score_variants(), *cases.variants()):
-        if not (variant.filtered or variant.over or variant.counted):
+    besides = cases.filtered_variants(), cases.score_variants(), cases.best_variants()
+    for variant in itertools.chain(*besides, cases.variants()):
+        if not (variant.filtered or variant.over or variant.best or variant.counted):
             continue
         shape = cases.filtered_shape(P) if variant.filtered else cases.Shape(33, 123, 507)
         data = make_data(variant, shape, P, problem(device).dtype, device, seed=0)

@@ -71,7 +71,7 @@ def check_rank(group: dist.ProcessGroup, check: str) -> list[str]:
     return found.messages
 
 
-@pytest.mark.parametrize("check", ["subgroups", "heads", "first_call"])
+@pytest.mark.parametrize("check", ["subgroups", "heads", "first_call", "best_ids"])
 def test_on_four_ranks(check, pools):
     assert pools[4].run(check_rank, check) == [[]] * 4
 
