@@ -208,7 +208,7 @@ def test_a_wrong_main_grad_is_refused():
         elsewhere = torch.zeros(V, H, device="cuda")
     wrong: dict[str, Any] = {
         "must have an attribute main_grad": None,
-        "one of torch.float32, torch.float32, got torch.bfloat16": torch.zeros(V, H).bfloat16(),
+        "must have dtype torch.float32, got torch.bfloat16": torch.zeros(V, H).bfloat16(),
         "weight's shape": torch.zeros(V - 1, H),
         "requires_grad=False": torch.zeros(V, H, requires_grad=True),
         "hold data": torch.zeros(V, H, device="meta"),
