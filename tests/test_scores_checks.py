@@ -1,6 +1,7 @@
 """What ``linear_logprob`` refuses, and how it says so."""
 
 import itertools
+import re
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,8 @@ over_ids = partial(problem, over="ids")
     ({"with_entropy": 1}, "with_entropy must be a bool"),
     ({"schedule": "cached"}, "are of over='vocabulary', got 'cached' and None"),
     ({"tp_invariant": True, "impl": "eager"}, "tp_invariant=True needs impl='triton'"),
-    *(({"over": over, "schedule": name, "with_entropy": True}, f"'cached'.* got schedule='{name}'")
+    *(({"over": over, "schedule": name, "with_entropy": True},
+       f"'cached'.* got schedule={re.escape(repr(name))}")
       for over in ("ids", "vocabulary") for name in ("in_forward", filtered.schedule(0.1))),
 ])  # fmt: skip
 def test_refusals(options: dict[str, Any], complaint: str) -> None:

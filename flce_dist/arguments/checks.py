@@ -1,15 +1,15 @@
 """Checks of arguments; errors name the argument, what is expected and what was given."""
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any, get_args
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.arguments import values
-from flce_dist.arguments.options import Impl, LossOptions, Reduction, ScheduleName
+from flce_dist.arguments import values, ways_out
+from flce_dist.arguments.options import LossOptions
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -35,35 +35,7 @@ def _checked_once(*_: type, **given: Any) -> LossOptions:
 
 def check_options(options: LossOptions) -> LossOptions:
     """Check what does not depend on tensors; return the options with values of Python's types."""
-    schedule = options.schedule
-    if not hasattr(schedule, "sized"):
-        schedule = values.choice("schedule", schedule, get_args(ScheduleName))
-    options = LossOptions(
-        reduction=values.choice("reduction", options.reduction, get_args(Reduction)),
-        ignore_index=values.integer(
-            "ignore_index", options.ignore_index, "within [-2**63, 2**63)", least=-(2**63)
-        ),
-        label_smoothing=values.share("label_smoothing", options.label_smoothing),
-        z_loss_weight=values.not_negative("z_loss_weight", options.z_loss_weight),
-        softcap=values.positive("softcap", options.softcap, optional=True),
-        logit_scale=values.not_zero("logit_scale", options.logit_scale),
-        vocab_size=values.count("vocab_size", options.vocab_size, optional=True),
-        vocab_range=values.rows("vocab_range", options.vocab_range),
-        sequence_parallel=values.flag("sequence_parallel", options.sequence_parallel),
-        sequence_dim=values.integer(
-            "sequence_dim", options.sequence_dim, "that is 0 or 1", least=0, end=2
-        ),
-        reduce_dhidden=values.flag("reduce_dhidden", options.reduce_dhidden),
-        reduce_in_fp32=values.flag("reduce_in_fp32", options.reduce_in_fp32),
-        tp_invariant=values.flag("tp_invariant", options.tp_invariant),
-        accumulate_dweight=values.flag("accumulate_dweight", options.accumulate_dweight),
-        schedule=schedule,
-        max_logits_bytes=values.count("max_logits_bytes", options.max_logits_bytes, optional=True),
-        max_counted=values.count("max_counted", options.max_counted, optional=True),
-        skip_ignored=values.flag("skip_ignored", options.skip_ignored),
-        impl=values.choice("impl", options.impl, (*get_args(Impl), None)),
-        with_metrics=values.flag("with_metrics", options.with_metrics),
-    )
+    options = values.checked(options)
     if options.sequence_parallel and not options.reduce_dhidden:
         raise ValueError(
             "reduce_dhidden=False leaves the sum over ranks to the caller, but "
@@ -104,7 +76,7 @@ def check_tensors(
         if bias.shape != weight.shape[:1]:
             raise ValueError(
                 f"bias must be [V] with V = {weight.shape[0]} from weight, got {tuple(bias.shape)}"
-                + _reshaped("bias", bias, weight.shape[:1])
+                + ways_out.reshaped("bias", bias, weight.shape[:1])
             )
     for name, x in (("weight", weight), ("bias", bias)):
         if x is not None and x.dtype != hidden.dtype:
@@ -118,7 +90,7 @@ def check_tensors(
             continue
         check_tensor(name, x, FLOATS, hidden)
         if x.shape != labels.shape:
-            way_out = _reshaped(name, x, labels.shape)
+            way_out = ways_out.reshaped(name, x, labels.shape)
             if name == "temperature" and x.numel() == 1:
                 way_out = ": pass float(temperature)"
             expected, got = tuple(labels.shape), tuple(x.shape)
@@ -128,14 +100,6 @@ def check_tensors(
                 f"{name} must have requires_grad=False, since it gets no gradient, got True: pass "
                 f"{name}.detach()"
             )
-
-
-def _reshaped(name: str, x: Tensor, shape: Sequence[int]) -> str:
-    """Return the way out if x has another shape only in dimensions of 1, or in their order."""
-    got, expected = list(x.shape), list(shape)
-    if [n for n in got if n != 1] == [n for n in expected if n != 1]:
-        return f": pass {name}.reshape({tuple(expected)})"
-    return f": pass {name}.T" if len(got) == 2 and got[::-1] == expected else ""
 
 
 def check_tensor(
@@ -152,8 +116,8 @@ def check_tensor(
         layout = "a nested tensor" if x.is_nested else x.layout
         raise ValueError(f"{name} must be a dense tensor (torch.strided), got {layout}")
     if x.dtype not in dtypes:
-        got = f"{x.dtype}{_converted(name, x, dtypes)}"
-        raise ValueError(f"{name} must have dtype {_either(dtypes)}, got {got}")
+        got = f"{x.dtype}{ways_out.converted(name, x, dtypes)}"
+        raise ValueError(f"{name} must have dtype {values.either(dtypes)}, got {got}")
     if x.device.type == "meta":  # torch.compile's fakes name the device that they stand for
         raise ValueError(f"{name} must hold data, got a tensor on device meta")
     if like is not None and x.device != like.device:
@@ -161,20 +125,6 @@ def check_tensor(
             f"{name} must be on {name_of_like}'s {like.device}, got {x.device}: pass "
             f"{name}.to({name_of_like}.device)"
         )
-
-
-def _either(dtypes: Sequence[torch.dtype]) -> str:
-    *others, last = dict.fromkeys(map(str, dtypes))
-    return f"{', '.join(others)} or {last}" if others else last
-
-
-def _converted(name: str, x: Tensor, dtypes: Sequence[torch.dtype]) -> str:
-    """Return the way out if x holds numbers of another kind than ``dtypes``."""
-    if x.is_complex() or x.is_quantized:
-        return ""
-    if torch.int64 in dtypes:
-        return "" if x.dtype == torch.bool else f": pass {name}.long()"
-    return "" if x.is_floating_point() else f": pass {name}.float()"
 
 
 def check_group(
@@ -209,20 +159,11 @@ def check_tokens(hidden: Tensor, labels: Tensor, options: LossOptions, P: int) -
                 "sequence_dim=1, since flattening would give tokens other labels"
             )
         if not options.sequence_parallel:
-            hint += _split_tokens(labels, expected, P) or _reshaped("labels", labels, expected)
+            split = ways_out.split_tokens(labels, expected, P)
+            hint += split or ways_out.reshaped("labels", labels, expected)
         raise ValueError(
             f"labels must be {tuple(expected)} from hidden {tuple(hidden.shape)}{hint}"
         )
-
-
-def _split_tokens(labels: Tensor, tokens: list[int], P: int) -> str:
-    """Return the way out if labels are of P times as many tokens along one dimension."""
-    for dim, name in enumerate(("", ", sequence_dim=1")[: len(tokens)]):
-        of_all = [n * P if i == dim else n for i, n in enumerate(tokens)]
-        if P > 1 and list(labels.shape) == of_all:
-            split = f"sequence_parallel=True{name}"
-            return f": pass {split} if hidden is split over the {P} ranks of tp_group"
-    return ""
 
 
 def check_rows(V: int, options: LossOptions, *, P: int, rank: int) -> None:

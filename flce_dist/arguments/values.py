@@ -6,14 +6,49 @@ number. With ``optional`` None is as good.
 
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from flce_dist.arguments.options import Impl, LossOptions, Reduction, ScheduleName
+
 _LEAST, _LARGEST = 1.1754943508222875e-38, 3.4028234663852886e38  # normal numbers of fp32
 _INT64 = 2**63
 _LONGEST = 100  # characters of a value in an error
+
+
+def checked(options: LossOptions) -> LossOptions:
+    """Return the options, each value checked on its own."""
+    schedule = options.schedule
+    if not hasattr(schedule, "sized"):
+        schedule = choice("schedule", schedule, get_args(ScheduleName))
+    return LossOptions(
+        reduction=choice("reduction", options.reduction, get_args(Reduction)),
+        ignore_index=integer(
+            "ignore_index", options.ignore_index, "within [-2**63, 2**63)", least=-(2**63)
+        ),
+        label_smoothing=share("label_smoothing", options.label_smoothing),
+        z_loss_weight=not_negative("z_loss_weight", options.z_loss_weight),
+        softcap=positive("softcap", options.softcap, optional=True),
+        logit_scale=not_zero("logit_scale", options.logit_scale),
+        vocab_size=count("vocab_size", options.vocab_size, optional=True),
+        vocab_range=rows("vocab_range", options.vocab_range),
+        sequence_parallel=flag("sequence_parallel", options.sequence_parallel),
+        sequence_dim=integer(
+            "sequence_dim", options.sequence_dim, "that is 0 or 1", least=0, end=2
+        ),
+        reduce_dhidden=flag("reduce_dhidden", options.reduce_dhidden),
+        reduce_in_fp32=flag("reduce_in_fp32", options.reduce_in_fp32),
+        tp_invariant=flag("tp_invariant", options.tp_invariant),
+        accumulate_dweight=flag("accumulate_dweight", options.accumulate_dweight),
+        schedule=schedule,
+        max_logits_bytes=count("max_logits_bytes", options.max_logits_bytes, optional=True),
+        max_counted=count("max_counted", options.max_counted, optional=True),
+        skip_ignored=flag("skip_ignored", options.skip_ignored),
+        impl=choice("impl", options.impl, (*get_args(Impl), None)),
+        with_metrics=flag("with_metrics", options.with_metrics),
+    )
 
 
 def flag(name: str, value: object) -> Any:
@@ -95,6 +130,11 @@ def _refusal(
     is_one = isinstance(value, Tensor) and not value.is_nested and value.numel() == 1
     way_out = f": pass {number}({name})" if number and is_one else ""
     return ValueError(f"{name} must be {none}{expected}, got {shown(value)}{way_out}")
+
+
+def either(dtypes: Sequence[torch.dtype]) -> str:
+    *others, last = dict.fromkeys(map(str, dtypes))
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def shown(value: object) -> str:
