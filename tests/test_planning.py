@@ -23,17 +23,21 @@ T, H, V = 48, 16, 96
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GIB = 1 << 30
 
+IN_CHUNKS: dict[str, Any] = {"max_logits_bytes": 16 * V * 4}
+"""With which auto is in_forward, unless something forbids it."""
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "default": ({}, {}),
+    "default, in chunks": ({}, IN_CHUNKS),
     "no gradient": ({"frozen": "hidden weight"}, {}),
     "frozen head": ({"frozen": "weight"}, {}),
     "frozen hidden": ({"frozen": "hidden"}, {}),
     "fp16": ({"dtype": FP16}, {"schedule": "cached"}),
     "bf16": ({"dtype": BF16}, {}),
     "autocast": ({"autocast": BF16}, {"schedule": "cached"}),
-    "metrics": ({"metrics": True}, {}),
-    "compiled": ({"compiled": True}, {}),
-    "tokens' losses": ({}, {"reduction": "none"}),
+    "metrics": ({"metrics": True}, IN_CHUNKS),
+    "compiled": ({"compiled": True}, IN_CHUNKS),
+    "tokens' losses": ({}, {"reduction": "none", **IN_CHUNKS}),
     "recompute": ({}, {"schedule": "recompute"}),
     "cached, some": ({}, {"schedule": "cached", "max_logits_bytes": 40 * T * 4}),
     "in chunks": ({}, {"schedule": "in_forward", "max_logits_bytes": 16 * V * 4}),
@@ -48,7 +52,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture
 def small() -> Any:
-    with plan_sizes(tile=8, min_window=16, max_window=32, first_lent=8):
+    with plan_sizes(tile=8, min_window=16, max_window=32, first_lent=8, least_chunk=8):
         yield
 
 
@@ -101,6 +105,15 @@ def test_a_plan_is_that_of_the_call(case: str) -> None:
         if not how.get("frozen"):
             sizes = (x.shape for x in operands)
             assert plan(*sizes, **{"dtype": hidden.dtype, **flags, **options}) == told
+
+
+@pytest.mark.usefixtures("small")
+def test_what_forbids_in_forward() -> None:
+    operands = tensors()
+    assert plan(*operands, **IN_CHUNKS).schedule == "in_forward"
+    forbids: list[dict[str, Any]] = [{"compiled": True}, {"with_metrics": True}]
+    for options in (*forbids, {"reduction": "none"}):
+        assert plan(*operands, **{**IN_CHUNKS, **options}).schedule == "cached"
 
 
 @pytest.mark.usefixtures("small")
