@@ -143,8 +143,9 @@ def test_the_program_names_what_failed_and_ends_where_ranks_are_out_of_step(rank
     (passed, printed), other = ranks.run(wrong_rank)
     assert not passed and other == (False, "")
     wrong, rest = printed.split("right: ok (")
-    assert wrong.startswith("wrong: FAILED (") and wrong.endswith("\n  rank 1: off\n")
+    assert wrong.startswith("wrong: running\nwrong: FAILED (")
+    assert wrong.endswith("\n  rank 1: off\nright: running\n")
     assert "\n  rank 1: Traceback" in rest and "ArithmeticError: only here" in rest
-    assert "later: " not in rest
+    assert "later: running" not in rest
     end = "1 of 4 checks passed on 2 ranks\nfailed or not run: wrong, raises, later\n"
     assert rest.endswith(end)

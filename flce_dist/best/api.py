@@ -14,6 +14,7 @@ from flce_dist.arguments import checks, values
 from flce_dist.arguments.dtensor import localized
 from flce_dist.arguments.options import LossOptions, SampleOptions, TopKOptions, keywords_of
 from flce_dist.arguments.prepare import Arguments, prepare, settled, tempered
+from flce_dist.arguments.rank_check import check_alike, tell_refusal
 from flce_dist.best.schedule import Sample, TopK
 from flce_dist.core.autograd import refuse_transforms, run_forward
 from flce_dist.kernels.best.asked import MOST_K
@@ -187,11 +188,11 @@ def _results(name: str, arguments: Arguments, schedule: TopK | Sample) -> tuple[
             f"{name} is not part of a graph of torch.compile; use fullgraph=False, with which the "
             "graph ends before it and another one begins after it",
         )
-    return run(arguments, schedule)
+    return run(name, arguments, schedule)
 
 
 @torch.no_grad()
-def _run(arguments: Arguments, schedule: TopK | Sample) -> tuple[Any, ...]:
+def _run(name: str, arguments: Arguments, schedule: TopK | Sample) -> tuple[Any, ...]:
     if arguments.may_have_dtensors:
         arguments = localized(arguments)
     hidden, weight, labels, bias, _, temperature, options, tp_group = arguments
@@ -204,13 +205,18 @@ def _run(arguments: Arguments, schedule: TopK | Sample) -> tuple[Any, ...]:
             raise ValueError(
                 f"counters must be {tuple(numbers.shape)}, as tokens, got {tuple(labels.shape)}"
             )
-    temperatures = tempered(temperature, labels)
-    ordered, _ = settled(
-        Arguments(hidden, weight, labels, bias, None, temperatures, options, tp_group)
-    )
-    call, operands = prepare(ordered, [False, False, False])
+    try:
+        temperatures = tempered(temperature, labels)
+        ordered, _ = settled(
+            Arguments(hidden, weight, labels, bias, None, temperatures, options, tp_group)
+        )
+        call, operands = prepare(ordered, [False, False, False])
+    except Exception as error:
+        tell_refusal(name, error, tp_group, hidden)
+        raise
     forward_alone: Any = schedule
     call = replace(call, schedule=forward_alone)
+    check_alike(name, call, operands)
     first, behind, _ = run_forward(call, schedule.operands(call, operands))
     shape = ordered.labels.shape
     results = [None if x is None else x.view(*shape, *x.shape[1:]) for x in (first, *behind)]

@@ -133,6 +133,10 @@ class Schedule(Protocol):
 class UnsizedSchedule(Protocol):
     """What a caller may pass as ``schedule`` beside a name: hashable, and equal on all ranks."""
 
+    @property
+    def name(self) -> str:
+        """By which compiled code refers to it, once it is ``registered``."""
+
     results: ClassVar[type[Any]]
     """``LossWithMetrics``, or a type that begins with its fields."""
 
@@ -141,6 +145,18 @@ class UnsizedSchedule(Protocol):
 
     def sized(self, recompute: Any) -> Schedule:
         """Return the schedule of a call for which ``recompute`` is what recomputing would take."""
+
+
+_registered: dict[str, UnsizedSchedule] = {}
+
+
+def registered(schedule: UnsizedSchedule) -> UnsizedSchedule:
+    """Return the schedule, which operators of compiled code, that take no objects, now find."""
+    return _registered.setdefault(schedule.name, schedule)
+
+
+def schedule_named(name: str) -> UnsizedSchedule | None:
+    return _registered.get(name)
 
 
 @dataclass(frozen=True)

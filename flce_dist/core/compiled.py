@@ -23,6 +23,7 @@ from flce_dist.core.call import (
     Results,
     UnsizedSchedule,
     Upstream,
+    schedule_named,
 )
 
 _OPERANDS = (
@@ -61,11 +62,13 @@ def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
         )
     of_loss_only = options.schedule not in ("auto", "recompute", "cached")
     if options.with_metrics and of_loss_only and any(needs):
+        schedule = options.schedule
+        shown = repr(schedule) if isinstance(schedule, str) else schedule.name
         # Compiled code passes zeros for upstream gradients that do not exist.
         raise NotImplementedError(
             "under torch.compile linear_cross_entropy_with_metrics takes "
-            f"schedule={options.schedule!r} only without gradients; use schedule='recompute', or "
-            "exclude the call by torch.compiler.disable"
+            f"schedule={shown} only without gradients; use schedule='recompute', or exclude the "
+            "call by torch.compiler.disable"
         )
     outputs = _operator("forward", tp_group)(
         *arguments[:_TENSORS],
@@ -76,28 +79,21 @@ def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
     return tuple(outputs[: 1 + _metrics(options)])
 
 
-_schedules: dict[str, UnsizedSchedule] = {}
-"""Schedules that are objects, by the names that operators get."""
-
-
 def values_of(options: LossOptions) -> list[Any]:
     """Return the options as an operator takes them."""
     values = {name: getattr(options, name) for name in _OPTIONS}
-    if not isinstance(options.schedule, str):
-        values["schedule"] = _name_of(options.schedule)
+    values["schedule"] = _name_of(options.schedule)
     return list(values.values())
 
 
-@torch.compiler.assume_constant_result
-def _name_of(schedule: UnsizedSchedule) -> str:
-    _schedules[repr(schedule)] = schedule
-    return repr(schedule)
+def _name_of(schedule: str | UnsizedSchedule) -> str:
+    return schedule if isinstance(schedule, str) else schedule.name
 
 
 def _options_of(values: Sequence[Any]) -> LossOptions:
     """Return the options that an operator was given."""
     named = dict(zip(_OPTIONS, values, strict=True))
-    named["schedule"] = _schedules.get(named["schedule"], named["schedule"])
+    named["schedule"] = schedule_named(named["schedule"]) or named["schedule"]
     if named["vocab_range"] is not None:
         named["vocab_range"] = tuple(named["vocab_range"])
     return LossOptions(**named)

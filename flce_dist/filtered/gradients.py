@@ -5,7 +5,7 @@ Forward decides which tiles are kept, and saves each token's probability in the 
 over its rows. T = tokens of the group, V = real rows here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flce_dist.arguments import values
 from flce_dist.arguments.options import LossOptions
-from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved
+from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved, registered
 from flce_dist.core.dlogits import Chunk
 from flce_dist.core.gradients import Gradients, dweight_factor, row_gradient
 from flce_dist.core.statistics import Pass
@@ -64,7 +64,9 @@ def schedule(eps: float) -> "Filter":
     if not is_number or not 0.0 <= eps < 1.0:
         got = values.shown(eps)
         raise ValueError(f"eps of filtered.schedule must be a float within [0, 1), got {got}")
-    return Filter(float(eps))
+    chosen = Filter(float(eps), f"filtered.schedule({float(eps)})")
+    registered(chosen)
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Filter:
     """What ``schedule`` of a call may be: filtered gradients, before the call's sizes are known."""
 
     eps: float
+    name: str = field(repr=False)
 
     results: ClassVar[type[Any]] = FilteredLossWithMetrics
 

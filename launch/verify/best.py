@@ -29,6 +29,7 @@ def best_results(
     """Return this rank's results, of all tokens: of best ids, then of samples."""
     hidden, weight = data.hidden[tokens], data.weight[own]
     options = {**options, "bias": None if data.bias is None else data.bias[own]}
+    k = min(k, data.vocab_size)
     best: Any = linear_top_k(hidden, weight, k, labels=data.labels, **options)
     drawn = linear_sample(hidden, weight, SEED, **options)
     return {**best._asdict(), "drawn": drawn.ids, "drawn_logprob": drawn.logprob}
