@@ -24,6 +24,8 @@ from triton.runtime.jit import JITFunction
 from flce_dist.kernels import gpu, tuning
 from flce_dist.kernels.best import gpu as best_gpu
 from flce_dist.kernels.best.asked import Noise
+from flce_dist.kernels.divergence import gpu as pair_gpu
+from flce_dist.kernels.divergence.formulas import TOTALS, Measure
 from flce_dist.kernels.filtered import gpu as filter_gpu
 from flce_dist.kernels.ids.token_ids import entries_by_id
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, new_window
@@ -43,7 +45,8 @@ HOT = (
     "linear_stats tempered", "dlogits tempered", "logits_at_ids", "kept_dlogits",
     "add_kept_dhidden", "kept_dweight", "counted_gemm counted", "linear_stats counted",
     "dlogits counted", "linear_stats named", "best_pass one", "best_pass rank", "best_pass many",
-    "best_pass sample", "label_tiles",
+    "best_pass sample", "label_tiles", "pair_logits divergence",
+    "pair_sums divergence", "pair_dlogits divergence",
 )  # fmt: skip
 
 
@@ -112,6 +115,8 @@ def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
     if logits.group_v is not None and is_hopper and out.dtype == torch.bfloat16:
         of_best = dict(best(logits, token))
         calls += [(f"{name} in groups", of_best[name]) for name in (" rank", " many")]
+    if logits.group_v is None and logits.T > 1:
+        calls.append((" divergence", partial(divergence, logits, out)))
     if logits.group_v is None and logits.T == SHAPES[0][0]:
         if is_hopper:
             calls.append((" entropy", partial(statistics, metrics=True)))
@@ -144,6 +149,23 @@ def counted(logits: ShardLogits, d: torch.Tensor) -> None:
             gemm(logits.hidden, sums_tokens=True, row=torch.empty(H), out=out, adds=adds)
     few = logits.hidden[:, :8].contiguous()
     gemm(few, sums_tokens=True, out=torch.empty(logits.V, 8), adds=False)
+
+
+def divergence(logits: ShardLogits, out: torch.Tensor) -> None:
+    """Call the passes of each divergence, with the second model's logits kept and not."""
+    s, t = (new_window(logits.T, logits.V, torch.float32, out.device) for _ in range(2))
+    rows, scale = torch.empty(5, logits.T), torch.empty(logits.T)
+    pair_gpu.pair_logits(logits, out=s, rows=rows[:2])
+    for kept in (t, None):
+        pair_gpu.pair_logits(logits, out=kept, rows=rows[2:], first=s, first_max=rows[0])
+    for kind in ("forward_kl", "reverse_kl", "jsd", "tv"):
+        measure = Measure(kind, 0.5)
+        stats = pair_gpu.stats_of_totals(rows[None], measure, rows.dtype)
+        pair_gpu.pair_dlogits(s, t, logits, stats, measure, scale, out=out)
+        for each, is_invariant in ((measure, False), (measure, True), (TOTALS, True)):
+            pair_gpu.pair_sums(
+                s, t, logits, stats, each, with_metrics=False, is_invariant=is_invariant
+            )
 
 
 def scores(logits: ShardLogits, out: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ TILES = (
     "kept_dlogits", "add_kept_dhidden", "kept_dweight", "kept_dweight main_grad",
     "linear_stats named", "linear_stats counted", "dlogits counted", "counted_gemm counted",
     "best_pass one", "best_pass rank", "best_pass many", "best_pass sample",
+    "pair_logits divergence",
 )  # fmt: skip
 
 
@@ -99,3 +100,13 @@ def test_a_group_of_columns_is_summed_in_one_order_whatever_the_tile(compiled):
             same = [f["orders"] for f in stats if (f["arch"], f["itemsize"]) == (arch, itemsize)]
             assert len(same) >= 2 and len(same[0]) == 1
             assert all(orders == same[0] for orders in same), (arch, itemsize, same)
+
+
+def test_both_models_of_a_pair_are_summed_in_one_order(compiled):
+    """So that equal models have equal sums, whether or not a pass also reads the first's logits."""
+    passes = [f for f in compiled if f["kernel"] == "pair_logits divergence"]
+    for shape in {(f["arch"], f["itemsize"], f["T"]) for f in passes}:
+        orders = [set(f["orders"]) for f in passes if (f["arch"], f["itemsize"], f["T"]) == shape]
+        alone = min(orders, key=len)
+        assert len(orders) >= 3 and alone, shape
+        assert all(alone <= of_pass for of_pass in orders), shape
