@@ -6,6 +6,11 @@ from typing import TYPE_CHECKING, Any
 from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.best import BestIds, SampledIds, linear_sample, linear_top_k
 from flce_dist.data_parallel import data_parallel_linear_cross_entropy
+from flce_dist.divergence import (
+    DivergenceWithMetrics,
+    linear_divergence,
+    linear_divergence_with_metrics,
+)
 from flce_dist.module import LinearCrossEntropy
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.planning import CallPlan, plan
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BestIds",
     "CallPlan",
+    "DivergenceWithMetrics",
     "LinearCrossEntropy",
     "LossWithMetrics",
     "SampledIds",
@@ -31,6 +37,8 @@ __all__ = [
     "data_parallel_linear_cross_entropy",
     "linear_cross_entropy",
     "linear_cross_entropy_with_metrics",
+    "linear_divergence",
+    "linear_divergence_with_metrics",
     "linear_logprob",
     "linear_sample",
     "linear_top_k",

@@ -129,6 +129,80 @@ def reference_linear_top_k(
     return ids, best, lse.where(counted, 0.0), of_label, rank
 
 
+def reference_linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    kind: str = "reverse_kl",
+    beta: float = 0.5,
+    labels: Tensor | None = None,
+    ignore_index: int = -100,
+    token_weight: Tensor | None = None,
+    reduction: str = "mean",
+    teacher_rows: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_temperature: float | Tensor | None = None,
+    **of_logits: Unpack[LogitOptions],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return ``(loss, entropy, teacher_entropy, same_best, overlap)``; arguments as
+    ``linear_divergence``, logits as in ``reference_linear_cross_entropy``.
+    """
+    counted = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
+    if labels is not None:
+        counted = labels != ignore_index
+    temperature = of_logits.get("temperature", 1.0)
+    if teacher_rows is not None:
+        teacher_weight = teacher_weight[teacher_rows]
+        teacher_bias = None if teacher_bias is None else teacher_bias[teacher_rows]
+    with torch.no_grad():
+        teacher_logits = _logits(
+            teacher_hidden,
+            teacher_weight,
+            counted,
+            bias=teacher_bias,
+            softcap=teacher_softcap,
+            logit_scale=teacher_logit_scale,
+            vocab_size=of_logits.get("vocab_size"),
+            temperature=temperature if teacher_temperature is None else teacher_temperature,
+        )
+    logits = _logits(hidden, weight, counted, **of_logits)
+    _, log_p, entropy = _statistics(logits)
+    _, log_q, teacher_entropy = _statistics(teacher_logits.to(logits.dtype))
+    p, q = log_p.exp(), log_q.exp()
+
+    if kind == "forward_kl":
+        value = _expected(q, log_q - log_p)
+    elif kind == "reverse_kl":
+        value = _expected(p, log_p - log_q)
+    elif kind == "jsd":
+        log_m = (beta * q + (1 - beta) * p).clamp_min(torch.finfo(p.dtype).tiny).log()
+        value = beta * _expected(q, log_q - log_m) + (1 - beta) * _expected(p, log_p - log_m)
+    else:
+        value = (p - q).clamp_min(0.0).sum(-1)
+    same_best = (logits.argmax(-1) == teacher_logits.argmax(-1)) & counted
+    overlap = torch.minimum(p, q).sum(-1)
+
+    token_weight = torch.ones_like(value) if token_weight is None else token_weight.to(value.dtype)
+    loss, token_weight = (x.where(counted, 0.0) for x in (value * token_weight, token_weight))
+    entropy, teacher_entropy, overlap = (
+        x.where(counted, 0.0) for x in (entropy, teacher_entropy, overlap)
+    )
+    if reduction == "sum":
+        loss = loss.sum()
+    elif reduction == "mean":
+        loss = loss.sum() / token_weight.sum().where((token_weight != 0).any(), 1.0)
+    return loss, entropy, teacher_entropy, same_best, overlap
+
+
+def _expected(p: Tensor, x: Tensor) -> Tensor:
+    """Return ``sum_v p_v x_v`` without the terms in which p is 0, where x may be infinite."""
+    return (p * x.where(p != 0.0, 0.0)).sum(-1)
+
+
 def _logits(
     hidden: Tensor,
     weight: Tensor,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from flce_dist import linear_sample
-from tests import best_problem, score_problem
+from tests import best_problem, divergence_problem, score_problem
 from tests.filtered_formula import check_filtered, definition, zipf_inputs
 from tests.problems import device_of
 from tests.test_api_random_cases import Drawn, check_on_ranks
@@ -86,6 +86,9 @@ def main() -> None:
     scored = score_problem.problem(BF16, over="ids", temperature=0.7, softcap=15.0)
     score_problem.check(scored, impl)
     best_case(impl)
+    for kind in divergence_problem.KINDS:
+        pair = divergence_problem.problem(BF16, kind=kind, softcap=15.0, max_logits_bytes=1)
+        divergence_problem.check(pair, impl, with_metrics=True)
     if arguments.device == "cuda":
         torch.cuda.synchronize()
     print(f"{len(cases)} cases within their budgets")

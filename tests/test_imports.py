@@ -15,15 +15,15 @@ FILES = sorted(
     if not {"kernels", "launch"} & set(path.relative_to(ROOT).parts[1:-1])  # symlinks
 )
 
+FUNCTIONS = {"scores", "best", "divergence"}  # others than the loss, each a folder
 CALL = {"arguments", "core", "schedules"}  # one call, from arguments to gradients
 
 # Each folder with those that it may import; itself always. Two files count as folders: "leaf" is
 # arguments/options.py and "private" torch_private.py.
 MAY = {
-    "faces": {"leaf", "private", *CALL, "parallel", "testing", "filtered", "scores", "best"},
+    "faces": {"leaf", "private", *CALL, "parallel", "testing", "filtered", *FUNCTIONS},
     "filtered": {"leaf", "private", *CALL, "parallel", "kernels", "faces"},
-    "scores": {"leaf", "private", *CALL, "parallel", "kernels"},
-    "best": {"leaf", "private", *CALL, "parallel", "kernels"},
+    **{folder: {"leaf", "private", *CALL, "parallel", "kernels"} for folder in FUNCTIONS},
     "arguments": {"leaf", "private", *CALL, "parallel", "kernels"},
     "schedules": {"leaf", "core", "parallel", "kernels"},
     "core": {"leaf", "private", "arguments", "parallel", "kernels"},
@@ -32,7 +32,7 @@ MAY = {
     "testing": {"private"},
     "leaf": set(),
     "private": set(),
-    "launch": {"leaf", "private", "faces", "testing", "filtered", "scores", "best"},
+    "launch": {"leaf", "private", "faces", "testing", "filtered", *FUNCTIONS},
 }
 FILES_AS_FOLDERS = {"torch_private": "private"}
 OTHERS = {folder: {"torch", "typing_extensions"} for folder in MAY} | {
@@ -50,7 +50,7 @@ LAZILY = {  # inside functions and for type checkers
     "flce_dist/hf/plug_in.py": {"transformers"},
     "flce_dist/megatron/plug_in.py": {"megatron"},
     "flce_dist/arguments/checks.py": {"triton"},
-    "launch": {"cut_cross_entropy", "liger_kernel"},  # peers that a benchmark may find
+    "launch": {"cut_cross_entropy", "liger_kernel", "trl"},  # peers that a benchmark may find
 }
 EXCEPTIONS = {
     # A subclass of torchtitan's loss; torchtitan imports the file.

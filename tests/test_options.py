@@ -13,7 +13,14 @@ import torch
 from torch import nn
 
 import flce_dist
-from flce_dist import LinearCrossEntropy, data_parallel_linear_cross_entropy, linear_logprob, scores
+from flce_dist import (
+    LinearCrossEntropy,
+    data_parallel_linear_cross_entropy,
+    divergence,
+    linear_divergence,
+    linear_logprob,
+    scores,
+)
 from flce_dist.arguments import checks
 from flce_dist.arguments.options import LossOptions
 from flce_dist.megatron import plug_in, use_linear_cross_entropy
@@ -47,6 +54,12 @@ def options_of_scores(**options: Any) -> LossOptions:
     return scored.call_args.args[0].options
 
 
+def options_of_divergence(**options: Any) -> LossOptions:
+    with mock.patch.object(divergence.api, "diverged") as diverged:
+        linear_divergence(*[torch.zeros(1)] * 4, **options)
+    return diverged.call_args.args[1].options
+
+
 def options_of_megatron(**options: Any) -> LossOptions:
     class Layer(nn.Linear):
         output_size, config, tp_group = 9, None, None
@@ -70,6 +83,10 @@ TAKERS: dict[str, tuple[Callable[..., LossOptions], set[str]]] = {
         options_of_scores,
         {"reduction", "ignore_index", "label_smoothing", "z_loss_weight", "max_counted",
          "skip_ignored", "with_metrics"},
+    ),
+    "linear_divergence": (
+        options_of_divergence,
+        {"label_smoothing", "z_loss_weight", "with_metrics"},
     ),
     "use_linear_cross_entropy": (
         options_of_megatron,
@@ -127,6 +144,7 @@ def test_docstrings_list_the_options_that_are_accepted(documented: Any) -> None:
     ("LinearCrossEntropy.__init__", "soft_cap", "softcap"),
     ("LinearCrossEntropy.__init__", "padded_vocabsize", "padded_vocab_size"),
     ("linear_logprob", "temperatur", "temperature"),
+    ("linear_divergence", "betta", "beta"),
     ("use_linear_cross_entropy", "label_smoothig", "label_smoothing"),
 ])  # fmt: skip
 def test_other_keywords_are_refused_as_python_does(taker: str, name: str, meant: Any) -> None:

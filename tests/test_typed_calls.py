@@ -45,6 +45,11 @@ flce_dist.linear_top_k(x, x, 5, ignore_index=0, softcap=1.0)
 flce_dist.linear_top_k(x, x, 5, ignoreindex=0)  # Unexpected keyword
 flce_dist.linear_sample(x, x, 5, tp_invariant=True)
 flce_dist.linear_sample(x, x, 5, max_counted=9)  # Unexpected keyword
+flce_dist.linear_divergence(x, x, x, x, kind="jsd", skip_ignored=True)
+flce_dist.linear_divergence(x, x, x, x, kind="jds")  # Argument "kind" to "linear_divergence" has
+flce_dist.linear_divergence(x, x, x, x, label_smoothing=0.1)  # Unexpected keyword
+flce_dist.linear_divergence_with_metrics(x, x, x, x, beta=0.1, tp_invariant=True)
+flce_dist.linear_divergence_with_metrics(x, x, x, x, betta=0.1)  # Unexpected keyword
 flce_dist.LinearCrossEntropy(4, 9, reduction="sum", sequence_parallel=True)
 flce_dist.LinearCrossEntropy(4, 9, reduction="sums")  # Argument "reduction" to "LinearCrossEntropy"
 flce_dist.LinearCrossEntropy(4, 9, vocab_range=(0, 9))  # Unexpected keyword
@@ -131,6 +136,7 @@ def test_typed_keywords_have_the_types_of_the_options() -> None:
     (options.SampleOptions, [*best._FIXED, "ignore_index", "max_counted"]),
     (options.DataParallelOptions,
      ("reduction", "sequence_parallel", "sequence_dim", "reduce_dhidden")),
+    (options.DivergenceOptions, ("label_smoothing", "z_loss_weight")),
     (options.ScoreOptions, ("reduction", "ignore_index", "label_smoothing", "z_loss_weight",
                             "max_counted", "skip_ignored")),
 ])  # fmt: skip

@@ -17,6 +17,7 @@ Reduction = Literal["none", "sum", "mean"]
 ScheduleName = Literal["auto", "recompute", "cached", "in_forward"]
 Impl = Literal["triton", "eager"]
 Over = Literal["vocabulary", "ids"]  # what scores at ids are normalised over
+Kind = Literal["forward_kl", "reverse_kl", "jsd", "tv"]  # of a divergence
 
 if TYPE_CHECKING:
     from flce_dist.core.call import UnsizedSchedule
@@ -159,6 +160,18 @@ class ScoreOptions(_Work, _Logits, _Sums, _Split, total=False):
     vocab_size: int | None
     vocab_range: tuple[int, int] | None
     accumulate_dweight: bool
+
+
+class DivergenceOptions(_Work, _Logits, _Sums, _Split, total=False):
+    """Of ``linear_divergence``."""
+
+    reduction: Reduction
+    ignore_index: int
+    vocab_size: int | None
+    vocab_range: tuple[int, int] | None
+    accumulate_dweight: bool
+    max_counted: int | None
+    skip_ignored: bool
 
 
 class SampleOptions(_Logits, total=False):

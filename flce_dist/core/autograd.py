@@ -124,7 +124,7 @@ def check_not_resharded(weight: Tensor | None) -> None:
 
 def run_forward(call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
     """Return what the call's schedule returns, on the operands' device."""
-    with _computing_on(operands.hidden):
+    with computing_on(operands.hidden):
         return call.schedule.forward(call, operands)
 
 
@@ -142,7 +142,7 @@ def run_backward(
     With ``main_grad`` dweight is added to that.
     """
     upstream = Upstream(*map(as_stored, upstream))
-    with _computing_on(next(g for g in upstream if g is not None)):
+    with computing_on(next(g for g in upstream if g is not None)):
         accumulator = None
         if operands is not None and call.needs.weight:
             if main_grad is None:
@@ -159,7 +159,7 @@ def run_backward(
         return dhidden, dweight, dbias
 
 
-def _computing_on(x: Tensor) -> AbstractContextManager[Any]:
+def computing_on(x: Tensor) -> AbstractContextManager[Any]:
     """Make x's device current, on which Triton launches, and disable autocast.
 
     Autocast has already been applied to the operands, and must not change the GEMMs below.

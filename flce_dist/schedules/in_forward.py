@@ -122,27 +122,13 @@ class InForward(Sizes):
         )
 
     def backward(self, request: Backward) -> Results:
-        call, upstream = request.call, request.upstream
+        upstream = request.upstream
         if upstream.loss is None or upstream.of_metrics:
             raise NotImplementedError(
                 "schedule='in_forward' has gradients of the loss only, and a gradient of lse, "
                 "logprob or entropy was asked for; use schedule='recompute'"
             )
-        norm, dhidden, dweight, dbias, labels = SavedGradients(*request.saved)
-        if labels is not None:
-            return _times_each(request, dhidden, labels), None, None
-        factor = upstream.loss if norm is None else upstream.loss / norm
-
-        def times_factor(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-            if gradient is None:
-                return None
-            in_place = request.is_last and gradient.dtype == dtype
-            result = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
-            call.kernels.scale(gradient, factor, out=result)
-            return result
-
-        dweight = times_factor(dweight if call.needs.weight else None, _saved_dtype(call.dtype))
-        return times_factor(dhidden, call.dtype), dweight, times_factor(dbias, call.dtype)
+        return times_upstream(request)
 
     def _chunk_cache(
         self, call: Call, operands: Operands, dweight: Tensor | None, tokens: tuple[int, int]
@@ -167,6 +153,30 @@ class InForward(Sizes):
         if columns > lent:
             windows.append(new_window(T, columns - lent, dtype, operands.hidden.device))
         return ColumnCache(tuple(windows))
+
+
+def times_upstream(request: Backward) -> Results:
+    """Return the ``SavedGradients`` times the upstream gradient, as far as the call needs them.
+
+    It is a scalar, or with ``labels`` one of each token.
+    """
+    call, upstream = request.call, request.upstream
+    assert upstream.loss is not None
+    norm, dhidden, dweight, dbias, labels = SavedGradients(*request.saved)
+    if labels is not None:
+        return _times_each(request, dhidden, labels), None, None
+    factor = upstream.loss if norm is None else upstream.loss / norm
+
+    def times_factor(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        if gradient is None:
+            return None
+        in_place = request.is_last and gradient.dtype == dtype
+        result = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
+        call.kernels.scale(gradient, factor, out=result)
+        return result
+
+    dweight = times_factor(dweight if call.needs.weight else None, _saved_dtype(call.dtype))
+    return times_factor(dhidden, call.dtype), dweight, times_factor(dbias, call.dtype)
 
 
 def _labels_of_dhidden(call: Call, operands: Operands) -> Tensor:

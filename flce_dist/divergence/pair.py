@@ -1,0 +1,197 @@
+"""The logits of student and teacher, a chunk of tokens at a time, and what compares them.
+
+T = tokens of the tensor-parallel group, C = tokens of a chunk, V = real vocabulary rows here.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce_dist.core.call import Call, Operands
+from flce_dist.core.statistics import gathered_logits
+from flce_dist.kernels.divergence import formulas
+from flce_dist.kernels.divergence.formulas import Measure, PairMetrics, PairStats
+from flce_dist.kernels.divergence.interface import pair_kernels_of
+from flce_dist.kernels.logits.operands import new_window, rows_of
+from flce_dist.parallel.collectives import gather_tokens, group_size
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """All that is known of the teacher except its tensors, as of a call without gradients."""
+
+    call: Call = field(repr=False)  # has this rank's rows, in which ranks differ
+    facts: str  # what must be equal on all ranks, as the next
+    is_aligned: bool  # its real rows are those of the student's ids
+
+    def check_aligned(self) -> None:
+        """Check rows once ranks have compared what they know, so that all raise."""
+        if not self.is_aligned:
+            call = self.call
+            start = call.vocab_start_index
+            raise ValueError(
+                "teacher_weight must have the rows of the same ids as weight on each rank, got "
+                f"{call.V} from id {start} on: cut it by teacher_shard, once, or name its rows by "
+                "teacher_vocab_range"
+            )
+
+
+class TeacherOperands(NamedTuple):
+    """The teacher's tensors, for all tokens of the student's operands."""
+
+    hidden: Tensor  # [T_all, H'] or [T_all / P, H']
+    weight: Tensor  # [V and padding, H']
+    bias: Tensor | None
+    inverse_temperature: Tensor | None  # [T] in the dtype of its statistics, 1 where ignored
+
+    def beside(self, student: Operands) -> Operands:
+        hidden, weight, bias, inverse = self
+        return student._replace(
+            hidden=hidden, weight=weight, bias=bias, inverse_temperature=inverse, token_weight=None
+        )
+
+
+class Pair:
+    """One pass over both models' logits, whose buffers the next chunk uses again.
+
+    The model whose probabilities weigh differences comes first. Under sequence parallelism a gather
+    of its hidden states, then one of the other's, in flight during the first GEMM. For each chunk a
+    gather of 5 rows [C] from each rank; with jsd, tv or metrics another, of 2 to 9 rows [C] fp64;
+    with tp_invariant both, and one of 2 rows between them.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        operands: Operands,
+        teacher: Call,
+        teachers: TeacherOperands,
+        measure: Measure,
+        chunk_t: int,
+        *,
+        keeps_logits: bool,
+    ):
+        """``keeps_logits`` tells whether the second model's are needed again, as for D."""
+        self.call, self.measure, self.chunk_t = call, measure, chunk_t
+        self.kernels, self.dtype = pair_kernels_of(call.impl), call.stats_dtype
+        models = [(call, operands), (teacher, teachers.beside(operands))]
+        if measure.is_teacher_first:
+            models.reverse()
+        gather, first = gathered_logits(*models[0])
+        gather.wait()  # the memory that ranks copy from holds one model's tokens at a time
+        self.second_gather, second = gathered_logits(*models[1])
+        self.second_gather.start()
+        self.models = first, second
+        self.gather, self.student = gather, first
+        if measure.is_teacher_first:
+            self.gather, self.student = self.second_gather, second
+
+        def buffer() -> Tensor:
+            return new_window(chunk_t, call.V, self.dtype, operands.labels.device)
+
+        options = call.options
+        self.has_second_pass = not measure.takes_one_pass or (
+            options.with_metrics or options.tp_invariant
+        )
+        self.first = buffer()
+        self.second = buffer() if keeps_logits or self.has_second_pass else None
+        self.stats: list[PairStats] = []
+        self.metrics: list[PairMetrics] = []
+
+    def compare(self, tokens: tuple[int, int], slope: Tensor | None, d: Tensor | None) -> None:
+        """Take statistics of the next tokens; write D, ``slope`` [T] included, to d [N, V]."""
+        for first, last in ranges(*tokens, self.chunk_t):
+            rows = self._logits(first, last)
+            stats = self._compared(first, last, rows)
+            self.stats.append(stats)
+            if slope is not None and d is not None:
+                part = d[first - tokens[0] : last - tokens[0]]
+                self._write(first, last, stats, slope, part)
+
+    def compute_again(
+        self, tokens: tuple[int, int], stats: PairStats, slope: Tensor, d: Tensor
+    ) -> None:
+        """Write D to d, from statistics [T] that are known."""
+        for first, last in ranges(*tokens, self.chunk_t):
+            self._logits(first, last)
+            part = d[first - tokens[0] : last - tokens[0]]
+            self._write(first, last, stats.tokens(first, last), slope, part)
+
+    def values(self) -> Tensor:
+        """Return the values of all tokens, [T]."""
+        return torch.cat([stats.value for stats in self.stats])
+
+    def all_stats(self) -> PairStats:
+        """Return the statistics of all tokens, [T] each."""
+        return PairStats(*(torch.cat(x) for x in zip(*self.stats, strict=True)))
+
+    def _logits(self, first: int, last: int) -> Tensor:
+        """Compute the logits of tokens; return what the passes yield of this shard, [5, C]."""
+        leader, follower = (model.tokens(first, last) for model in self.models)
+        z = rows_of(self.first, 0, last - first)
+        out = None if self.second is None else rows_of(self.second, 0, last - first)
+        rows = torch.zeros(5, last - first, dtype=self.dtype, device=z.device)
+        self.kernels.pair_logits(leader, out=z, rows=rows[:2])
+        self.second_gather.wait()
+        if self.measure.takes_one_pass:
+            self.kernels.pair_logits(follower, out=out, rows=rows[2:], first=z, first_max=rows[0])
+        else:
+            self.kernels.pair_logits(follower, out=out, rows=rows[2:4])
+        return rows
+
+    def _compared(self, first: int, last: int, rows: Tensor) -> PairStats:
+        """Return statistics of tokens over all ranks; keep metrics if they are asked for."""
+        measure = self.measure
+        options = self.call.options
+        stats = self.kernels.stats_of_totals(self._of_ranks(rows), measure, self.dtype)
+        if not self.has_second_pass:
+            return stats
+        if options.tp_invariant:  # of the first pass only the maxima do not depend on shards
+            totals = self._sums(first, last, stats, formulas.TOTALS, with_metrics=False)
+            stats = formulas.with_totals(stats, totals.sum(0))
+        sums = self._sums(first, last, stats, measure, with_metrics=options.with_metrics)
+        n = measure.sums
+        if options.with_metrics:
+            of_both = sums[:, n : n + 3].sum(0)
+            self.metrics.append(formulas.metrics_of(of_both, sums[:, n + 3 :], self.dtype))
+        if measure.takes_one_pass and not options.tp_invariant:  # metrics change no value
+            return stats
+        return formulas.stats_of_sums(stats, sums[:, :n].sum(0), measure)
+
+    def _sums(
+        self, first: int, last: int, stats: PairStats, measure: Measure, *, with_metrics: bool
+    ) -> Tensor:
+        """Return [P, k, C]: ``pair_sums`` of each rank."""
+        s, t = self._stored(last - first)
+        student, is_invariant = self.student.tokens(first, last), self.call.options.tp_invariant
+        sums = self.kernels.pair_sums(
+            s, t, student, stats, measure, with_metrics=with_metrics, is_invariant=is_invariant
+        )
+        return self._of_ranks(sums)
+
+    def _write(self, first: int, last: int, stats: PairStats, slope: Tensor, d: Tensor) -> None:
+        s, t = self._stored(last - first)
+        student, scale = self.student.tokens(first, last), slope[first:last]
+        self.kernels.pair_dlogits(s, t, student, stats, self.measure, scale, out=d)
+
+    def _stored(self, n: int) -> tuple[Tensor, Tensor]:
+        """Return the logits of the chunk's n tokens, the student's and the teacher's."""
+        assert self.second is not None
+        of_first = rows_of(self.first, 0, n)
+        of_second = rows_of(self.second, 0, n)
+        if self.measure.is_teacher_first:
+            return of_second, of_first
+        return of_first, of_second
+
+    def _of_ranks(self, rows: Tensor) -> Tensor:
+        """Gather rows [k, C] of each rank, in rank order: [P, k, C]."""
+        group = self.call.tp_group
+        return gather_tokens(rows, group).view(group_size(group), *rows.shape)
+
+
+def ranges(start: int, end: int, step: int) -> list[tuple[int, int]]:
+    """Cut tokens into ranges (first, last); of no tokens there is an empty one."""
+    starts = list(range(start, end, step)) or [start]
+    return list(zip(starts, [*starts[1:], end], strict=True))

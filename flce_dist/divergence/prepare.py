@@ -1,0 +1,248 @@
+"""From arguments of student and teacher to a planned call.  P ranks, V rows of a shard."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from flce_dist import torch_private
+from flce_dist.arguments import checks, values
+from flce_dist.arguments.dtensor import localized
+from flce_dist.arguments.options import LossOptions
+from flce_dist.arguments.prepare import Arguments, counted_operands, prepare, settled, tempered
+from flce_dist.arguments.rank_check import check_alike, tell_refusal
+from flce_dist.core.call import Call, Operands
+from flce_dist.divergence.choose import chosen_schedule
+from flce_dist.divergence.function import differentiable
+from flce_dist.divergence.pair import Teacher, TeacherOperands
+from flce_dist.kernels.divergence.formulas import Measure
+from flce_dist.parallel import collectives
+from flce_dist.parallel.counted import chosen
+
+_IGNORED = -100  # label of ignored tokens from here on; that of others is 0
+_OWN_NAMES = ("hidden", "weight", "bias", "temperature")  # those that a teacher has, too
+
+
+class TeacherArguments(NamedTuple):
+    """What the caller passed of the teacher."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    temperature: float | Tensor
+    rows: Tensor | None
+    options: dict[str, Any]  # of ``checked_teacher``
+
+
+def checked_teacher(
+    *, teacher_softcap: Any, teacher_logit_scale: Any, teacher_vocab_range: Any
+) -> dict[str, Any]:
+    """Check the teacher's options; return them by the names of the student's."""
+    return {
+        "softcap": values.positive("teacher_softcap", teacher_softcap, optional=True),
+        "logit_scale": values.not_zero("teacher_logit_scale", teacher_logit_scale),
+        "vocab_range": values.rows("teacher_vocab_range", teacher_vocab_range),
+    }
+
+
+def diverged(
+    function: str, student: Arguments, teacher: TeacherArguments, measure: Measure
+) -> tuple[Tensor, ...]:
+    """Return the loss and any metrics in the shape of the caller's tokens."""
+    weight = student.weight  # as the caller passed it
+    try:
+        student = _labelled(localized(student))
+        student = student._replace(temperature=tempered(student.temperature, student.labels))
+        ordered, needs = settled(student)
+        call, operands = prepare(ordered, needs)
+        with torch.no_grad():
+            described, teachers = _prepared(teacher, student, call, operands)
+        call = replace(call, schedule=_schedule(measure, described, call, operands))
+    except Exception as error:
+        tell_refusal(function, error, student.tp_group, student.hidden)
+        raise
+    check_alike(function, call, operands)
+    described.check_aligned()
+    operands = counted_operands(call, operands)
+    teachers = _counted(teachers, operands)
+    outputs = differentiable(call, operands, teachers, weight)
+    shape = ordered.labels.shape
+    results = tuple(x.view(shape) if x.dim() else x for x in outputs)
+    if ordered.options is student.options:
+        return results
+    return tuple(x.transpose(0, 1).contiguous() if x.dim() else x for x in results)
+
+
+def _schedule(measure: Measure, teacher: Teacher, call: Call, operands: Operands) -> Any:
+    options = call.options
+    return chosen_schedule(
+        measure,
+        teacher,
+        T=call.T,
+        V=_even_rows(call, len(operands.weight)),
+        dtype=call.dtype,
+        asked=str(options.schedule),
+        is_reduced=options.reduction != "none",
+        needs_gradient=any(call.needs),
+        max_logits_bytes=options.max_logits_bytes,
+    )
+
+
+def _counted(teachers: TeacherOperands, student: Operands) -> TeacherOperands:
+    """Return the operands for the tokens of the student's, and check their temperatures.
+
+    On a GPU, for which the host must not wait, the device asserts those of both models.
+    """
+    counted = student.labels != _IGNORED
+    inverse = teachers.inverse_temperature
+    if inverse is not None:
+        inverse = chosen(inverse, student.places).where(counted, 1.0)
+    for of, x in (("", student.inverse_temperature), ("teacher_", inverse)):
+        if x is not None and x.is_cuda:
+            words = f"{of}temperature must be above 0 for each token that counts"
+            torch_private.assert_soon((~x.isnan() | ~counted).all(), words)
+    if inverse is not None and not inverse.is_cuda:
+        with _named_as_the_teachers():
+            checks.check_temperatures(inverse, counted)
+    return teachers._replace(inverse_temperature=inverse)
+
+
+def _labelled(student: Arguments) -> Arguments:
+    """Return the arguments with labels that are 0, or ``_IGNORED`` where tokens are ignored."""
+    hidden, labels, options = student.hidden, student.labels, student.options
+    if labels is None:
+        tokens = list(hidden.shape[:-1])
+        if options.sequence_parallel and options.sequence_dim < len(tokens):
+            checks.check_group(student.tp_group, True)
+            tokens[options.sequence_dim] *= collectives.group_size(student.tp_group)
+        labels = torch.zeros(tokens, dtype=torch.int64, device=hidden.device)
+    else:
+        checks.check_tensor("labels", labels, checks.LABELS, hidden)
+        labels = torch.where(labels == options.ignore_index, _IGNORED, 0)
+    return student._replace(labels=labels, options=replace(options, ignore_index=_IGNORED))
+
+
+def _prepared(
+    teacher: TeacherArguments, student: Arguments, call: Call, operands: Operands
+) -> tuple[Teacher, TeacherOperands]:
+    """Return what is known of the teacher, and its tensors, of all tokens of the caller."""
+    options, tp_group = student.options, student.tp_group
+    is_dtensor = isinstance(teacher.weight, DTensor)
+    vocab_range = None if is_dtensor else teacher.options["vocab_range"] or options.vocab_range
+    impl: Any = call.impl
+    own = LossOptions(
+        reduction="sum",
+        softcap=teacher.options["softcap"],
+        logit_scale=teacher.options["logit_scale"],
+        vocab_range=vocab_range,
+        sequence_parallel=options.sequence_parallel,
+        sequence_dim=options.sequence_dim,
+        max_counted=options.max_counted,
+        skip_ignored=options.skip_ignored,
+        impl=impl,
+    )
+    hidden, weight, bias, temperature, rows, _ = teacher
+    arguments = Arguments(hidden, weight, student.labels, bias, None, temperature, own, tp_group)
+    with _named_as_the_teachers():
+        checks.check_tensor("hidden", hidden, checks.FLOATS, student.hidden)
+        arguments = localized(arguments)
+        checks.check_tensor("weight", arguments.weight, checks.FLOATS, student.hidden)
+        _check_shapes(arguments, student, call, rows)
+        if rows is not None:
+            arguments = _with_rows(arguments, rows, student)
+        own = replace(arguments.options, vocab_size=call.vocab_size)
+        of_tokens = tempered(arguments.temperature, student.labels)
+        ordered, _ = settled(arguments._replace(temperature=of_tokens, options=own))
+        teachers_call, of_all = prepare(ordered, [False, False, False])
+    teachers = TeacherOperands(*of_all[:3], of_all.inverse_temperature)
+    described = Teacher(
+        teachers_call,
+        _facts(teachers_call, teachers),
+        _are_aligned(call, len(operands.weight), teachers_call, len(teachers.weight)),
+    )
+    return described, teachers
+
+
+@contextmanager
+def _named_as_the_teachers() -> Iterator[None]:
+    """Let complaints about the teacher's arguments begin with their names."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        text = str(error)
+        if not text.startswith(_OWN_NAMES):
+            raise
+        raise type(error)(f"teacher_{text}") from None
+
+
+def _check_shapes(
+    arguments: Arguments, student: Arguments, call: Call, rows: Tensor | None
+) -> None:
+    tokens = student.hidden.shape[:-1]
+    if arguments.hidden.shape[:-1] != tokens:
+        raise ValueError(
+            f"hidden must be {(*tokens, 'H')} of the tokens of hidden, "
+            f"got {tuple(arguments.hidden.shape)}"
+        )
+    is_sized = call.options.vocab_size is not None or arguments.options.vocab_range is not None
+    V = len(student.weight)
+    if rows is None and not is_sized and len(arguments.weight) != V:
+        raise ValueError(
+            f"weight must have the {V} rows of weight, or vocab_size name how many ids both have "
+            f"and teacher_rows which rows, got {tuple(arguments.weight.shape)}"
+        )
+
+
+def _with_rows(arguments: Arguments, rows: Tensor, student: Arguments) -> Arguments:
+    """Return the arguments with a copy of these rows of the whole vocabulary."""
+    weight, bias, V = arguments.weight, arguments.bias, len(student.weight)
+    if not isinstance(rows, Tensor) or rows.dtype not in checks.LABELS or rows.shape != (V,):
+        got = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows)
+        raise ValueError(f"teacher_rows must be int64 [V] with V = {V} from weight, got {got}")
+    start = collectives.group_rank(student.tp_group) * len(weight)
+    if arguments.options.vocab_range is not None:
+        start, _ = arguments.options.vocab_range
+    rows = rows.long() - start
+    is_here = ((rows >= 0) & (rows < len(weight))).all()
+    words = f"teacher_rows must be within this rank's rows [{start}, {start + len(weight)})"
+    if rows.is_cuda:
+        torch_private.assert_soon(is_here, words)
+    elif not is_here:
+        raise ValueError(f"{words}, got {rows.add(start).tolist()[:8]} ...: use teacher_shard")
+    return arguments._replace(
+        weight=weight[rows],
+        bias=None if bias is None else bias[rows],
+        options=replace(arguments.options, vocab_range=student.options.vocab_range),
+    )
+
+
+def _facts(teacher: Call, operands: TeacherOperands) -> str:
+    """Return what must be equal on all ranks."""
+    options, (hidden, _, bias, inverse) = teacher.options, operands
+    return (
+        f"hidden {list(hidden.shape)} {teacher.dtype}, softcap {options.softcap}, logit_scale "
+        f"{options.logit_scale}, bias {bias is not None}, temperature {inverse is not None}"
+    )
+
+
+def _even_rows(call: Call, rows: int) -> int:
+    if call.options.vocab_range is not None:
+        return -(-call.vocab_size // collectives.group_size(call.tp_group))
+    return min(rows, call.vocab_size)
+
+
+def _are_aligned(call: Call, rows: int, teacher: Call, teachers_rows: int) -> bool:
+    """Whether both models' real rows are those of the same ids, as far as this rank knows."""
+    if call.options.vocab_range is not None or teacher.options.vocab_range is not None:
+        starts_alike = call.vocab_start_index == teacher.vocab_start_index
+        return call.V == teacher.V and (starts_alike or call.V == 0)
+
+    def real(n: int, rank: int) -> tuple[int, int]:
+        return min(rank * n, call.vocab_size), min((rank + 1) * n, call.vocab_size)
+
+    P = collectives.group_size(call.tp_group)
+    return all(real(rows, rank) == real(teachers_rows, rank) for rank in range(P))

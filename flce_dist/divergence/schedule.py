@@ -1,0 +1,240 @@
+"""The schedules of a divergence.  T = tokens of the group, V = real vocabulary rows here.
+
+Logits of a chunk of tokens are held twice, in the dtype of statistics, until both models' sums over
+the vocabulary are known. They become D, the gradients by the student's logits in the operands'
+dtype; a group of chunks holds its D until two GEMMs have added it to dhidden and dweight.
+Collectives of the logits are those of ``Pair``, those of gradients the sum of dhidden over ranks,
+in flight during the last dweight.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved
+from flce_dist.core.dlogits import Chunk
+from flce_dist.core.gradients import Gradients, new_dweight
+from flce_dist.core.statistics import gathered_logits
+from flce_dist.divergence.pair import Pair, Teacher, TeacherOperands, ranges
+from flce_dist.kernels.divergence.formulas import Measure, PairStats
+from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, new_window
+from flce_dist.kernels.rows.formulas import RowGradient, TokenStats, token_dloss
+from flce_dist.parallel.collectives import TokenGather
+from flce_dist.parallel.counted import chosen, put_back
+from flce_dist.schedules.in_forward import SavedGradients, times_upstream
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Two GEMMs of 2 T H V flop, and no gradients."""
+
+    measure: Measure
+    teacher: Teacher
+    T: int
+    chunk_t: int  # tokens whose logits are held
+    group_t: int  # of whole chunks, whose D is held
+    dweight_dtype: torch.dtype  # in which several groups add up
+
+    keeps_operands: ClassVar[bool] = False
+    skips_ignored: ClassVar[bool] = True
+    of_loss_only: ClassVar[bool] = True
+
+    def forward(
+        self, call: Call, operands: Operands, teacher: TeacherOperands
+    ) -> tuple[Tensor, Outputs, Saved]:
+        pair = self.pair(call, operands, teacher, keeps_logits=False)
+        pair.compare((0, self.T), None, None)
+        return *_results(pair, operands, _norm(call, operands)), ()
+
+    def backward(self, request: Backward) -> Results:
+        raise NotImplementedError("a call without gradients has no backward")
+
+    def pair(
+        self, call: Call, operands: Operands, teacher: TeacherOperands, *, keeps_logits: bool
+    ) -> Pair:
+        return Pair(
+            call,
+            operands,
+            self.teacher.call,
+            teacher,
+            self.measure,
+            self.chunk_t,
+            keeps_logits=keeps_logits,
+        )
+
+
+class DivergenceInForward(Divergence):
+    """Forward makes the gradients: four GEMMs. Backward multiplies them by a scalar."""
+
+    def forward(
+        self, call: Call, operands: Operands, teacher: TeacherOperands
+    ) -> tuple[Tensor, Outputs, Saved]:
+        pair = self.pair(call, operands, teacher, keeps_logits=True)
+        norm = _norm(call, operands)
+        # In fp16 the gradient of a mean may underflow before backward applies the loss scale.
+        late_norm, early_norm = (norm, None) if call.is_from_lse else (None, norm)
+        accumulator = None
+        if call.needs.weight:
+            accumulator = new_dweight(operands.weight, self.dweight_dtype)
+        gradients = Gradients(call, operands, accumulator)
+        slope, scale = _factors(call, operands, early_norm, None)
+        for tokens in ranges(0, self.T, self.group_t):
+            d = _new_d(call, tokens, slope.device)
+            pair.compare(tokens, slope, d)
+            gradients.add(_chunk(tokens, pair.gather, pair.student, d, scale))
+            del d  # freed before the next is allocated
+        results = _results(pair, operands, norm)
+        del pair  # before dweight exists twice
+        dhidden, dweight, dbias = gradients.finished(rounds_dbias=False)
+        if dweight is not None and not call.is_from_lse:
+            dweight = dweight.to(call.dtype)
+        return *results, SavedGradients(late_norm, dhidden, dweight, dbias, None)
+
+    def backward(self, request: Backward) -> Results:
+        return times_upstream(request)
+
+
+class DivergenceCached(Divergence):
+    """Forward keeps D of each token's value, [T, V]: two GEMMs, and two in backward."""
+
+    keeps_operands: ClassVar[bool] = True
+
+    def forward(
+        self, call: Call, operands: Operands, teacher: TeacherOperands
+    ) -> tuple[Tensor, Outputs, Saved]:
+        pair, tokens = self.pair(call, operands, teacher, keeps_logits=True), (0, self.T)
+        d = _new_d(call, tokens, operands.labels.device)
+        pair.compare(tokens, _slope(call, operands), d)
+        norm = _norm(call, operands)
+        return *_results(pair, operands, norm), (norm, d)
+
+    def backward(self, request: Backward) -> Results:
+        call, operands = request.call, request.operands
+        norm, d = request.saved
+        assert operands is not None
+        scale = _token_factor(call, operands, norm, request.upstream.loss)
+        gather, logits = gathered_logits(call, operands)
+        gather.start()
+        gradients = Gradients(call, operands, request.accumulator)
+        gradients.add(_chunk((0, self.T), gather, logits, d, scale))
+        gather.wait()  # even if nothing read it: copies must not outlive their buffer
+        return gradients.finished()
+
+
+class DivergenceRecomputed(Divergence):
+    """Forward keeps statistics of tokens: two GEMMs, and four in backward."""
+
+    keeps_operands: ClassVar[bool] = True
+
+    def forward(
+        self, call: Call, operands: Operands, teacher: TeacherOperands
+    ) -> tuple[Tensor, Outputs, Saved]:
+        pair = self.pair(call, operands, teacher, keeps_logits=False)
+        norm = _norm(call, operands)
+        pair.compare((0, self.T), None, None)
+        return *_results(pair, operands, norm), (norm, *pair.all_stats(), *teacher)
+
+    def backward(self, request: Backward) -> Results:
+        call, operands, (norm, *saved) = request.call, request.operands, request.saved
+        n = len(PairStats._fields)
+        stats, teacher = PairStats(*saved[:n]), TeacherOperands(*saved[n:])
+        assert operands is not None
+        pair = self.pair(call, operands, teacher, keeps_logits=True)
+        gradients = Gradients(call, operands, request.accumulator)
+        slope, scale = _factors(call, operands, norm, request.upstream.loss)
+        for tokens in ranges(0, self.T, self.group_t):
+            d = _new_d(call, tokens, slope.device)
+            pair.compute_again(tokens, stats, slope, d)
+            gradients.add(_chunk(tokens, pair.gather, pair.student, d, scale))
+            del d
+        return gradients.finished()
+
+
+class _Chunk(Chunk):
+    """One whose D is complete."""
+
+    def rescales(self, call: Call) -> bool:
+        return False
+
+
+def _chunk(
+    tokens: tuple[int, int],
+    gather: TokenGather,
+    logits: ShardLogits,
+    d: Tensor,
+    scale: Tensor | None,
+) -> Chunk:
+    """Return what ``Gradients`` adds: D, without the factor ``scale`` [T] of tokens if request."""
+    part = logits.tokens(*tokens)
+    unused = torch.empty(part.T, dtype=part.stats_dtype, device=d.device)
+    scale = None if scale is None else scale[slice(*tokens)]
+    return _Chunk(
+        tokens=tokens,
+        labels=part.labels,
+        stats=TokenStats(unused, unused, unused),
+        rows=RowGradient(scale, unused, unused, (), None),
+        cache=ColumnCache((d,)),
+        gather=gather,
+        logits=part,
+        window_v=max(1, part.V),
+        n_counted=part.n_counted,
+    )
+
+
+def _new_d(call: Call, tokens: tuple[int, int], device: torch.device) -> Tensor:
+    return new_window(tokens[1] - tokens[0], call.V, call.dtype, device)
+
+
+def _norm(call: Call, operands: Operands) -> Tensor | None:
+    """Return what a mean divides by."""
+    if call.options.reduction != "mean":
+        return None
+    labels, token_weight = operands.labels, operands.token_weight
+    ignore_index = call.options.ignore_index
+    return call.kernels.loss_norm(labels, token_weight, ignore_index, call.stats_dtype)
+
+
+def _results(pair: Pair, operands: Operands, norm: Tensor | None) -> tuple[Tensor, Outputs]:
+    """Return the loss, and metrics if asked for, in the caller's order."""
+    call = pair.call
+    options = call.options
+    places = operands.places
+    counted = operands.labels != options.ignore_index
+    loss = pair.values()
+    if operands.token_weight is not None:
+        loss = loss * operands.token_weight
+    loss = loss.where(counted, 0.0)
+    if options.reduction == "none":
+        loss = put_back(loss, places, call.T_all)
+    else:
+        loss = call.kernels.reduce_loss(loss, norm)
+    metrics = (torch.cat(x).masked_fill_(~counted, 0) for x in zip(*pair.metrics, strict=True))
+    return loss, tuple(put_back(x, places, call.T_all) for x in metrics)
+
+
+def _slope(call: Call, operands: Operands) -> Tensor:
+    """Return the factor [T] of products ``h . w`` in tempered logits, but for the softcap."""
+    slope = torch.full_like(operands.labels, call.options.logit_scale, dtype=call.stats_dtype)
+    inverse = operands.inverse_temperature
+    return slope if inverse is None else slope * inverse
+
+
+def _token_factor(
+    call: Call, operands: Operands, norm: Tensor | None, dloss: Tensor | None
+) -> Tensor:
+    """Return the gradient [T] by each token's value."""
+    if dloss is not None and dloss.dim():
+        dloss = chosen(dloss, operands.places)
+    like = torch.empty(call.T, dtype=call.stats_dtype, device=operands.labels.device)
+    labels, token_weight = operands.labels, operands.token_weight
+    return token_dloss(like, labels, token_weight, norm, dloss, call.loss_terms)
+
+
+def _factors(
+    call: Call, operands: Operands, norm: Tensor | None, dloss: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return what D contains, and what it does not: in fp16 small factors would become 0."""
+    slope, scale = _slope(call, operands), _token_factor(call, operands, norm, dloss)
+    return (slope, scale) if call.is_from_lse else (slope * scale, None)

@@ -1,0 +1,61 @@
+"""A teacher's rows cut as the student's are, once, before training.  P ranks, V rows of a rank."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist.arguments import checks
+from flce_dist.parallel import collectives
+
+
+def teacher_shard(
+    teacher_weight: Tensor,
+    rows: Tensor | tuple[int, int],
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    teacher_start: int | None = None,
+) -> Tensor:
+    """Return a copy of the teacher's rows for the ids that this rank's rows of the student have.
+
+    For teachers whose vocabulary is padded differently, so that shards begin at other ids, and for
+    students of fewer ids. All ranks of ``tp_group`` must call it: each sends its shard once, and
+    holds one other rank's beside its own.
+
+    Args:
+        teacher_weight: [V', H'], or [V'] of a bias; this rank's shard, of any size.
+        rows: half-open (start, end) of the teacher's whole vocabulary, or [V] int64 ids of it.
+        tp_group: ranks that share the teacher's vocabulary; None for one process.
+        teacher_start: the id of the first row of teacher_weight; by default rank r has the rows
+            behind those of the ranks before it.
+
+    Returns:
+        [V, H'] or [V], without a graph.
+
+    Raises:
+        ValueError: a row that no rank has, on the rank that asks for it.
+    """
+    checks.check_tensor("teacher_weight", teacher_weight, checks.FLOATS)
+    checks.check_group(tp_group, False)
+    source = teacher_weight.detach().contiguous()
+    if not isinstance(rows, Tensor):
+        rows = torch.arange(*rows, device=source.device)
+    checks.check_tensor("rows", rows, checks.LABELS, source, "teacher_weight")
+    rows = rows.long()
+    P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
+    mine = torch.tensor([len(source), -1 if teacher_start is None else teacher_start])
+    sizes = collectives.gather_tokens(mine.to(source.device)[None], tp_group).tolist()
+    out, is_found, start = source.new_empty(len(rows), *source.shape[1:]), torch.zeros_like(rows), 0
+    for r in range(P):
+        n, given_start = sizes[r]
+        start = start if given_start < 0 else given_start
+        part = source if r == rank else source.new_empty(n, *source.shape[1:])
+        if tp_group is not None and P > 1 and n:
+            dist.broadcast(part, dist.get_global_rank(tp_group, r), group=tp_group)
+        here = (rows >= start) & (rows < start + n)
+        out[here] = part[rows[here] - start]
+        is_found |= here
+        start += n
+    if not is_found.all():
+        missing = rows[is_found == 0][:8].tolist()
+        raise ValueError(f"rows must be within the teacher's vocabulary, got {missing}")
+    return out

@@ -1,0 +1,146 @@
+"""What ``linear_divergence`` refuses, and which schedule and sizes it takes."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from flce_dist import linear_divergence, linear_divergence_with_metrics
+from flce_dist.divergence import choose
+from flce_dist.divergence import schedule as schedules
+from flce_dist.divergence.pair import Teacher
+from flce_dist.filtered import schedule as filtered
+from flce_dist.kernels.divergence.formulas import Measure
+from tests.divergence_problem import H_T, H, T, V, problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kind": "kl"}, "kind must be one of .*'forward_kl'.*, got 'kl'"),
+        ({"kind": "jsd", "beta": 1.0}, "beta must be a float above 0 and below 1, got 1.0"),
+        ({"teacher_softcap": 0.0}, "teacher_softcap must be None or a float .*above 0"),
+        ({"teacher_logit_scale": 0.0}, "teacher_logit_scale must be a float .*not 0"),
+        ({"teacher_hidden": torch.zeros(T + 1, H_T)}, rf"teacher_hidden must be \({T}, 'H'\)"),
+        ({"teacher_weight": torch.zeros(V, H)}, rf"teacher_weight must be \[V, H\] with H = {H_T}"),
+        ({"teacher_weight": torch.zeros(V - 1, H_T)}, f"teacher_weight must have the {V} rows"),
+        (
+            {"teacher_weight": torch.zeros(V, H_T).double()},
+            "teacher_weight must have hidden's dtype",
+        ),
+        ({"teacher_bias": torch.zeros(3)}, r"teacher_bias must be \[V\]"),
+        ({"teacher_temperature": 0.0}, "teacher_temperature must be a float .*above 0"),
+        ({"teacher_temperature": torch.zeros(T)}, "^teacher_temperature must be above 0 for each"),
+        ({"temperature": torch.zeros(T)}, "^temperature must be above 0 for each token"),
+        (
+            {"teacher_rows": torch.zeros(3).long()},
+            rf"teacher_rows must be int64 \[V\] with V = {V}",
+        ),
+        ({"teacher_rows": torch.full((V,), V)}, "teacher_rows must be within this rank's rows"),
+        ({"labels": torch.zeros(3).long()}, "labels must be"),
+        ({"vocab_size": V + 1}, "vocab_size must be within"),
+        ({"schedule": "in_forward", "reduction": "none"}, "needs a scalar upstream gradient"),
+        ({"schedule": filtered(eps=1e-4)}, "a divergence needs schedule='auto'"),
+        ({"impl": "triton"}, "impl='triton' computes in float32"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments(changes: dict[str, Any], words: str) -> None:
+    given = problem(torch.float64 if "impl" in changes else torch.float32, bias=False)
+    arguments = {**given.operands, **given.options, **changes}
+    with pytest.raises((ValueError, NotImplementedError), match=words):
+        linear_divergence(**arguments)
+
+
+def test_keywords_of_other_losses() -> None:
+    given = problem()
+    for function in (linear_divergence, linear_divergence_with_metrics):
+        for name in ("label_smoothing", "betta"):
+            arguments: dict[str, Any] = {**given.operands, name: 0.1}
+            with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+                function(**arguments)
+    with pytest.raises(TypeError, match="Did you mean 'max_counted'"):
+        linear_divergence(**{**given.operands, "max_count": 3})
+
+
+def test_no_second_derivative_and_no_transforms() -> None:
+    given = problem()
+    hidden = given.hidden.nan_to_num().requires_grad_()
+    operands = {**given.operands, "hidden": hidden}
+    loss = linear_divergence(**operands, **given.options)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(NotImplementedError, match="linear_divergence does not support"):
+        torch.func.grad(lambda x: linear_divergence(**{**operands, "hidden": x}))(hidden)
+
+
+def test_a_teacher_that_is_changed_before_backward() -> None:
+    given = problem(reduction="none", schedule="recompute")
+    weight = given.weight.requires_grad_()
+    loss = linear_divergence(**{**given.operands, "weight": weight}, **given.options)
+    given.teacher_weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()
+
+
+@pytest.mark.parametrize("schedule", ["auto", "recompute"])
+def test_compiled_code_breaks_its_graph_there(schedule: Any) -> None:
+    given = problem()
+    weight = given.weight.requires_grad_()
+    operands = {**given.operands, "weight": weight}
+
+    def loss() -> torch.Tensor:
+        return linear_divergence(**operands, **given.options, schedule=schedule) * 2
+
+    found = torch.compile(loss, backend="eager")()
+    assert torch.equal(found, loss())
+
+
+def sizes(T: int, V: int, **changes: Any) -> schedules.Divergence:
+    nobody: Any = None
+    facts: dict[str, Any] = {
+        "dtype": torch.bfloat16,
+        "asked": "auto",
+        "is_reduced": True,
+        "needs_gradient": True,
+        "max_logits_bytes": None,
+        **changes,
+    }
+    measure = Measure("reverse_kl", 0.5)
+    return choose.chosen_schedule(measure, Teacher(nobody, "", True), T=T, V=V, **facts)
+
+
+def test_auto() -> None:
+    kinds = (
+        schedules.DivergenceInForward,
+        schedules.DivergenceCached,
+        schedules.DivergenceRecomputed,
+    )
+    assert type(sizes(8192, 128256)) is kinds[0]
+    assert type(sizes(8192, 128256, is_reduced=False)) is kinds[1]
+    assert type(sizes(8192, 128256, is_reduced=False, max_logits_bytes=1 << 30)) is kinds[2]
+    assert type(sizes(1 << 20, 128256, is_reduced=False)) is kinds[2]
+    assert type(sizes(8192, 128256, needs_gradient=False)) is schedules.Divergence
+
+
+@pytest.mark.parametrize("V", [1, 1000, 16032, 128256, 262144])
+@pytest.mark.parametrize("T", [0, 1, 100, 8192, 10000, 131072])
+@pytest.mark.parametrize("asked", ["in_forward", "cached", "recompute"])
+def test_logits_stay_within_the_budget(T: int, V: int, asked: str) -> None:
+    for budget in (1 << 28, 1 << 30, 1 << 34):
+        found = sizes(T, V, asked=asked, max_logits_bytes=budget)
+        of_d = T if asked == "cached" else found.group_t
+        held = V * (8 * found.chunk_t + 2 * of_d)
+        least = V * (8 * 128 + 2 * (T if asked == "cached" else 128))
+        assert held <= max(budget, least)
+        whole = found.group_t in (found.chunk_t, T) or found.group_t % found.chunk_t == 0
+        assert found.chunk_t >= 1 and (asked == "cached" or whole)
+
+
+def test_sizes_fill_waves_and_add_to_dweight_seldom() -> None:
+    found = sizes(8192, 128256)
+    assert (found.chunk_t, found.group_t) == (640, 2560)  # 19 waves of 132 tiles, all but full
+    assert found.dweight_dtype == torch.bfloat16
+    many = sizes(65536, 128256)
+    assert many.dweight_dtype == torch.float32 and many.group_t == 2560
+    assert sizes(8192, 128256, dtype=torch.float16).dweight_dtype == torch.float32
