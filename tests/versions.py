@@ -32,8 +32,8 @@ FILES = (
     "interpreter", "merge_stats", "api_on_ranks", "main_grad", "main_grad_autograd", "dtensor",
     "fsdp", "testing", "autograd", "backward", "peer_copies", "peer_memory", "module", "filtered",
     "rescue", "compiled", "torch_private", "counted", "skip_ignored", "scores",
-    "scores_on_ranks", "data_parallel", "data_parallel_training", "frozen",
-    "parallel_style",
+    "scores_on_ranks", "divergence", "divergence_on_ranks", "data_parallel",
+    "data_parallel_training", "frozen", "parallel_style",
 )  # fmt: skip
 HF = (
     "hf", "hf_hooks", "hf_stand_in", "hf_lora", "hf_adapters", "hf_on_ranks", "hf_trainer",
@@ -42,7 +42,11 @@ HF = (
 # verl asks for an older transformers than TRL; what is tested of it imports these alone.
 RL = "trl==1.16.0 transformers==5.23.0 ray>=2.41 tensordict>=0.8,!=0.9.0,<=0.10 codetiming"
 USERS = {
-    "rl": ("2.13", (*RL.split(), "hydra-core"), ("compat_trl", "compat_verl")),
+    "rl": (
+        "2.13",
+        (*RL.split(), "hydra-core"),
+        ("compat_trl", "compat_trl_divergence", "compat_verl"),
+    ),
     "transformers-5": ("2.13", ("transformers==5.*", "peft", "accelerate"), HF),
     "transformers-4.57": ("2.13", ("transformers==4.57.*", "peft", "accelerate"), HF),
     "torchtitan-0.3": ("2.15", ("torchtitan==0.3.*",), ("compat_torchtitan", "page_scripts")),

@@ -1,4 +1,7 @@
-"""What TRL 1.16's trainers score tokens with, ``trl.kernels.ChunkedLogProbFunction``, as ours."""
+"""What TRL 1.16's trainers score tokens and compare models with, as ours.
+
+``ChunkedLogProbFunction`` of ``trl.kernels``, and ``ChunkedDivergenceFunction``.
+"""
 
 import functools
 from typing import Any
@@ -8,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flce_dist.api import linear_cross_entropy_with_metrics
+from flce_dist.arguments.options import Kind
+from flce_dist.divergence import linear_divergence_with_metrics
 
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -48,6 +53,64 @@ class ChunkedLogProbFunction:
         return -out.loss, *(results[x] if x in outputs else None for x in OUTPUTS)
 
 
+class ChunkedDivergenceFunction:
+    """Takes the place of TRL's class of that name, of which only ``apply`` is called."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        beta: float,
+        temperature: float = 1.0,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+        teacher_logit_scale: float = 1.0,
+        teacher_softcap: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the divergence, differentiable, and the student's entropy, [N] each.
+
+        beta 0 is the forward KL divergence, 1 the reverse one, and between them the generalised
+        Jensen-Shannon divergence. Weights and biases are cast to the dtype of their hidden states.
+        """
+        of_ends: dict[float, Kind] = {0.0: "forward_kl", 1.0: "reverse_kl"}
+        kind = of_ends.get(float(beta), "jsd")
+        own, theirs = (
+            _cast(hidden, weight, bias, logit_scale),
+            _cast(teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale),
+        )
+        outputs = linear_divergence_with_metrics(
+            hidden,
+            own[0],
+            teacher_hidden,
+            theirs[0],
+            kind=kind,
+            bias=own[1],
+            teacher_bias=theirs[1],
+            reduction="none",
+            temperature=temperature,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            teacher_logit_scale=teacher_logit_scale,
+            teacher_softcap=teacher_softcap,
+            beta=beta if kind == "jsd" else 0.5,
+        )
+        return outputs.loss, outputs.entropy
+
+
+def _cast(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias as ours takes them: TRL scales the bias, too."""
+    if not torch.is_autocast_enabled(hidden.device.type):
+        weight = weight.to(hidden.dtype)
+        bias = None if bias is None else bias.to(hidden.dtype)
+    return weight, bias if bias is None or logit_scale == 1.0 else bias * logit_scale
+
+
 class _OfParameters(type):
     def __instancecheck__(cls, x: Any) -> bool:
         return isinstance(x, DTensor) and not isinstance(x, nn.Parameter)
@@ -64,8 +127,14 @@ class DTensorButNoParameter(metaclass=_OfParameters):
     """
 
 
-_theirs: list[tuple[Any, Any]] = []
-"""What TRL's module had in place of ours, while it has ours."""
+_theirs: list[tuple[Any, str, Any]] = []
+"""A module of TRL, a name, and what it stood for while it stands for ours."""
+
+
+def _put(module: Any, name: str, ours: Any) -> None:
+    if getattr(module, name) is not ours:
+        _theirs.append((module, name, getattr(module, name)))
+        setattr(module, name, ours)
 
 
 def use_linear_cross_entropy() -> None:
@@ -75,15 +144,22 @@ def use_linear_cross_entropy() -> None:
 
     if not hasattr(utils, "_ChunkedLogProbFunction"):
         raise NotImplementedError(f"TRL 1.16's fused LM head is not in TRL {trl.__version__}")
-    if not _theirs:
-        _theirs.append((utils._ChunkedLogProbFunction, utils.DTensor))
-    utils._ChunkedLogProbFunction = ChunkedLogProbFunction
-    utils.DTensor = DTensorButNoParameter
+    _put(utils, "_ChunkedLogProbFunction", ChunkedLogProbFunction)
+    _put(utils, "DTensor", DTensorButNoParameter)
+
+
+def use_linear_divergence() -> None:
+    """Let TRL's distillation trainer of this process call ``ChunkedDivergenceFunction``."""
+    import trl
+    from trl.trainer import distillation_trainer
+
+    if not hasattr(distillation_trainer, "ChunkedDivergenceFunction"):
+        raise NotImplementedError(f"TRL 1.16's divergence is not in TRL {trl.__version__}")
+    _put(distillation_trainer, "ChunkedDivergenceFunction", ChunkedDivergenceFunction)
 
 
 def restore() -> None:
-    """Undo ``use_linear_cross_entropy``, where it was called."""
-    if _theirs:
-        from trl.trainer import utils
-
-        utils._ChunkedLogProbFunction, utils.DTensor = _theirs.pop()
+    """Undo ``use_linear_cross_entropy`` and ``use_linear_divergence``, where they were called."""
+    while _theirs:
+        module, name, value = _theirs.pop()
+        setattr(module, name, value)

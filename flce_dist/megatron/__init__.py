@@ -2,6 +2,7 @@
 
 from flce_dist.megatron.best_of_model import best_ids
 from flce_dist.megatron.plug_in import use_linear_cross_entropy
+from flce_dist.megatron.token_divergence import divergence
 from flce_dist.megatron.token_scores import scores
 
-__all__ = ["best_ids", "scores", "use_linear_cross_entropy"]
+__all__ = ["best_ids", "divergence", "scores", "use_linear_cross_entropy"]

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.scores import TokenScores
 
 
 class FusedLayer:
@@ -19,7 +18,7 @@ class FusedLayer:
     question: Callable[[Any, Tensor, Tensor], Any] | None = None
     """What a call returns in place of logits, a function of the layer, its hidden states and its
     weight; set for one call, by ``SymbolicLogits``."""
-    scoring: Callable[..., TokenScores] | None = None  # the question of a call of ``scores``
+    scoring: Callable[..., Any] | None = None  # the question of a call of ``scores``
     keeps_metrics = False  # as the next one, see ``use_linear_cross_entropy``
     last_metrics: LossWithMetrics | None = None
 

@@ -39,17 +39,15 @@ def scores(
 
 
 def instead_of_logits(
-    model: Any, kind: type, compute: Callable[..., Any], args: tuple[Any, ...],
+    model: Any, kind: Callable[..., Any], compute: Callable[..., Any], args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
     """Run ``model(*args, **kwargs)``, whose output layer does ``compute``; return what that does.
 
-    That is of this kind of named tuple, which a wrapper of the model may make a plain one.
+    That is of this kind of tuple, of which a wrapper of the model may make a plain one.
     On a pipeline stage without output layer return what the model does.
     """
-    owner = model
-    while hasattr(owner, "module"):
-        owner = owner.module
+    owner = owner_of(model)
     if not getattr(owner, "post_process", True):
         return model(*args, **kwargs)
     if not checks.is_plugged(owner):
@@ -62,11 +60,19 @@ def instead_of_logits(
         layer.scoring = None
     if isinstance(found, Tensor) or kwargs.get("output_processor") is not None:
         raise NotImplementedError(
-            "scores and best_ids need a model called without labels and output_processor, config "
-            "without config_logger_dir, and model.output_layer without wrappers, patches and hooks "
-            "of others"
+            "scores, best_ids and divergence need a model called without labels and "
+            "output_processor, config without config_logger_dir, and model.output_layer without "
+            "wrappers, patches and hooks of others"
         )
     return kind(*found)
+
+
+def owner_of(model: Any) -> Any:
+    """Return the model of megatron-core that others may wrap."""
+    owner = model
+    while hasattr(owner, "module"):
+        owner = owner.module
+    return owner
 
 
 def _scores_of(layer: Any, hidden: Tensor, weight: Tensor, *, scale: float, **given: Any) -> Any:

@@ -1,0 +1,107 @@
+"""``divergence``: of a model from a teacher on the same ranks, in place of the logits of both."""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce_dist.arguments.options import Reduction
+from flce_dist.divergence import (
+    DivergenceWithMetrics,
+    linear_divergence,
+    linear_divergence_with_metrics,
+)
+from flce_dist.megatron.token_scores import instead_of_logits, owner_of, transposed
+
+_OF_TEACHER = ("bias", "logit_scale")  # of ``keywords_for``
+
+
+class _Head(NamedTuple):
+    """What the teacher's output layer was given."""
+
+    hidden: Tensor  # [s, b, H]; this rank's [s / P, b, H] under sequence parallelism
+    weight: Tensor
+    keywords: dict[str, Any]
+
+
+class _Value(NamedTuple):
+    loss: Tensor
+
+
+def divergence(
+    model: Any,
+    teacher: Any,
+    *args: Any,
+    labels: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    teacher_weight: Tensor | None = None,
+    with_metrics: bool = False,
+    reduction: Reduction = "none",
+    options: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run ``teacher(*args, **kwargs)`` without gradients, then the model; return its divergence.
+
+    Both are models that ``use_linear_cross_entropy`` was called with, or what wraps them, on the
+    same tensor-parallel ranks. Softcap, logit_scale and bias are those of each; vocab_size and impl
+    those of the model's call.
+
+    Args:
+        labels: [b, s]; tokens with -100 contribute nothing. Their values are not used otherwise.
+        token_weight, temperature: [b, s] as well, or for temperature a number.
+        teacher_weight: this rank's rows of the teacher's output layer, cut by ``teacher_shard`` if
+            its vocabulary is padded otherwise. By default the layer's own.
+        with_metrics: return ``DivergenceWithMetrics``.
+        options: further keywords of ``linear_divergence``, such as kind, beta, schedule.
+
+    Returns:
+        The divergence [b, s] with reduction "none", else a scalar; metrics are [b, s].
+    """
+    for side in (model, teacher):
+        if not getattr(owner_of(side), "post_process", True):
+            raise NotImplementedError(
+                "divergence needs the output layers of both models on this rank, got a pipeline "
+                "stage without one"
+            )
+    with torch.no_grad():
+        head = instead_of_logits(teacher, _Head, _head_of, args, kwargs)
+    if teacher_weight is not None:
+        head = head._replace(weight=teacher_weight)
+    of_tokens = {"labels": labels, "token_weight": token_weight, "temperature": temperature}
+    scoring = functools.partial(
+        _divergence_of,
+        head=head,
+        with_metrics=with_metrics,
+        reduction=reduction,
+        options={**(options or {}), **{name: transposed(x) for name, x in of_tokens.items()}},
+    )
+    kind = DivergenceWithMetrics if with_metrics else _Value
+    outputs = instead_of_logits(model, kind, scoring, args, kwargs)
+    return outputs if with_metrics else outputs.loss
+
+
+def _head_of(layer: Any, hidden: Tensor, weight: Tensor, *, scale: float) -> _Head:
+    keywords = layer.keywords_for(weight, scale)
+    keywords = {f"teacher_{name}": keywords[name] for name in _OF_TEACHER}
+    return _Head(hidden, weight, {**keywords, "teacher_softcap": layer.loss_keywords["softcap"]})
+
+
+def _divergence_of(
+    layer: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    scale: float,
+    head: _Head,
+    with_metrics: bool,
+    reduction: str,
+    options: dict[str, Any],
+) -> tuple[Tensor, ...]:
+    """Return the divergence, and any metrics, of hidden [s, b, H]: [s, b] each."""
+    own = {name: layer.loss_keywords[name] for name in ("softcap", "vocab_size", "impl")}
+    keywords = {**options, **own, **head.keywords, **layer.keywords_for(weight, scale)}
+    call: Any = linear_divergence_with_metrics if with_metrics else linear_divergence
+    outputs = call(hidden, weight, head.hidden, head.weight, reduction=reduction, **keywords)
+    return tuple(transposed(x) for x in (outputs if with_metrics else (outputs,)))
