@@ -5,7 +5,6 @@ on after a wrong number, and raises only what the op raises, so that ranks stay 
 meaning on a CPU over gloo, too.
 """
 
-import itertools
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -67,12 +66,15 @@ def gradients_against_fp64(ranks: Ranks) -> Iterator[str]:
 
 
 def of_verify(ranks: Ranks) -> Iterator[str]:
-    """What ``launch.verify`` has besides: filtered gradients, scores, best ids, counted tokens."""
+    """What ``launch.verify`` has besides: filtered, scores, ids, divergences, counted tokens."""
     P, device = ranks.P, ranks.device
-    besides = cases.filtered_variants(), cases.score_variants(), cases.best_variants()
-    for variant in itertools.chain(*besides, cases.variants()):
-        if not (variant.filtered or variant.over or variant.best or variant.counted):
-            continue
+    besides = (
+        *cases.filtered_variants(),
+        *cases.score_variants(),
+        *cases.best_variants(),
+        *cases.divergence_variants(),
+    )
+    for variant in (*besides, *(x for x in cases.variants() if x.counted)):
         shape = cases.filtered_shape(P) if variant.filtered else cases.Shape(33, 123, 507)
         data = make_data(variant, shape, P, problem(device).dtype, device, seed=0)
         for case in cases.cases(variant, ("recompute", "cached"), P, None):

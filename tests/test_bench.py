@@ -14,6 +14,7 @@ pytest.importorskip("tyro")
 
 from flce_dist.launch.bench import __main__ as bench
 from flce_dist.launch.bench.config import floor_of
+from flce_dist.launch.bench.divergences import KINDS
 from flce_dist.launch.bench.files import read_results
 from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.peers import canonical
@@ -62,6 +63,29 @@ def test_best_ids_are_measured_beside_one_gemm(tmp_path):
         if r.best is not None:
             assert r.status == "ok" and r.op == ops[r.best] and r.ratio is not None
             assert (r.loss_error is not None) == (r.best == "rank")
+
+
+def test_divergences_are_measured_beside_their_gemms(tmp_path):
+    """Ours and PyTorch's with logits are right in every kind; what is not installed says so."""
+    runs = [
+        f"{{impl: {impl}, divergence: {kind}}}"
+        for impl in ("eager", "divergence_with_logits", "trl_divergence", "liger_divergence")
+        for kind in KINDS
+    ]
+    runs += ["{impl: eager, mode: forward, divergence: tv}"]
+    runs += ["{impl: eager, schedule: recompute, divergence: jsd}"]
+    run(tmp_path, "".join(f"  - {x}\n" for x in runs))
+    found = {(r.T, r.run.name): r for r in records(tmp_path)}
+    for (T, _), r in found.items():
+        if r.divergence is None or r.not_installed:
+            continue
+        assert r.op == "linear_divergence" and r.loss_error is not None
+        assert r.status == "ok", r.message
+        assert r.floor_ms == found[T, floor_of(r.run)].p50_ms
+        assert (r.dweight_error is None) == (r.mode == "forward")
+    floors = {r.impl for r in found.values() if r.op == "floor"}
+    assert floors == {"gemm2_forward", "gemm4", "gemm6"}
+    assert found[24, "liger_divergence tv"].not_installed
 
 
 def test_smoke_grid_runs_everywhere(tmp_path, capsys):

@@ -87,6 +87,7 @@ TOLD = RunSpec("canonical", max_counted=True)
 SCORES = RunSpec("eager", over="ids")
 BEST = RunSpec("eager", best="rank")
 TOLD_SCORES = RunSpec("eager", over="ids", max_counted=True)
+OTHER, PEER = RunSpec("canonical", divergence="tv"), RunSpec("trl_divergence")
 SHAPE, RUN, SP = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),), (RunSpec(sequence_parallel=True),)
 
 
@@ -104,6 +105,8 @@ SHAPE, RUN, SP = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),), (RunSpec(sequence
     ),
     (BenchConfig(shapes=SHAPE, runs=(*RUN, TOLD_SCORES)), 1, "over is an option of .* token"),
     (BenchConfig(shapes=SHAPE, runs=(BEST,)), 1, "best is of mode forward of .*, got 'eager auto"),
+    (BenchConfig(shapes=SHAPE, runs=(OTHER,)), 1, "divergence names what triton, eager and"),
+    (BenchConfig(shapes=SHAPE, runs=(PEER,)), 1, "divergence names what triton, eager and"),
     (BenchConfig(shapes=SHAPE, runs=RUN), 4, "V must be divisible by the 4 ranks, got 30"),
     (BenchConfig(shapes=(ShapeSpec(T=5, V=30),), runs=SP), 2, "T must be divisible by .* 5"),
     (BenchConfig(shapes=(ShapeSpec(T=-2),), runs=RUN), 1, r"shapes\[0\]\.T must be .*-2"),

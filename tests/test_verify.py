@@ -35,7 +35,10 @@ from flce_dist.schedules.choose import plan
 from flce_dist.testing import ErrorBudget
 
 SMALL = ["--device", "cpu", "--dtypes", "fp32", "--shapes", "24", "64", "200"]
-CALLS = "linear_cross_entropy", "linear_cross_entropy_with_metrics", "linear_logprob"
+CALLS = (
+    "linear_cross_entropy", "linear_cross_entropy_with_metrics", "linear_logprob",
+    "linear_divergence", "linear_divergence_with_metrics",
+)  # fmt: skip
 FEW = ["--schedules", "cached"]  # most variants of the loss; no filtered gradients
 
 

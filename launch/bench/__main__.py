@@ -34,6 +34,7 @@ from flce_dist.launch.bench.config import (
     load_config,
     runs_of,
 )
+from flce_dist.launch.bench.divergences import DIVERGENCES
 from flce_dist.launch.bench.measure import Measured, free_memory
 from flce_dist.launch.bench.peers import PEERS
 from flce_dist.launch.bench.problem import Problem, load_head, make_problem, make_truth
@@ -78,6 +79,7 @@ def _bench(
 ) -> None:  # fmt: skip
     rank, P = rank_and_size(tp_group)
     packages = {peer.package for peer in PEERS.values() if peer.package is not None}
+    packages |= {peer.package for peer in DIVERGENCES.values() if peer.package is not None}
     facts = {
         "command": shlex.join(["python", "-m", "flce_dist.launch.bench", *sys.argv[1:]]),
         "ranks": P,

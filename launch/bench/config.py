@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from flce_dist.arguments.options import ScheduleName
+from flce_dist.arguments.options import Kind, ScheduleName
+from flce_dist.launch.bench.divergences import DIVERGENCES
 from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.peers import PEERS, TOP_K_PEER
 from flce_dist.launch.ranges import BELOW_1, COUNT, NOT_NEGATIVE, POSITIVE, SEED, SIZE, UNIT
@@ -50,6 +51,8 @@ class RunSpec:
     """Of each token, with over and best ids. With over the first is its label."""
     spread: Literal["uniform", "zipf", "one"] = "uniform"
     """Of the other ids over the vocabulary; one: the same id everywhere."""
+    divergence: Kind | None = None
+    """Of ours, and of peers of divergences.py: from a teacher with a head of the same size."""
 
     @property
     def is_ours(self) -> bool:
@@ -82,6 +85,8 @@ class RunSpec:
             words.append(f"over {self.over} K={self.ids} {self.spread}")
         if self.best is not None:
             words.append(f"best K={self.ids}" if self.best == "top_k" else self.best)
+        if self.divergence is not None:
+            words.append(self.divergence)
         if self.mode == "forward" and self.impl not in FLOORS:
             words.append("forward")
         return " ".join(words)
@@ -187,8 +192,12 @@ def floor_of(run: RunSpec) -> str:
     """Return what a run is measured against.
 
     The GEMMs that it needs: 1, or with gradients 3, or 4 if it recomputes logits; 2 with a frozen
-    weight. Of scores the loss.
+    weight. Of scores the loss. Of a divergence, whose logits are two GEMMs, 2, 4 or 6.
     """
+    if run.divergence is not None:
+        if run.mode == "forward":
+            return "gemm2_forward"
+        return "gemm6" if run.is_ours and run.schedule == "recompute" else "gemm4"
     if run.over is not None:
         return dataclasses.replace(run, over=None, ids=1, spread="uniform").name
     if run.mode == "forward":
@@ -208,7 +217,7 @@ def as_json(config: BenchConfig) -> dict[str, Any]:
 
 def check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
     """Raise ``ConfigError`` for runs that are impossible at a shape on P ranks."""
-    known = [*OURS, *FLOORS, *PEERS]
+    known = [*OURS, *FLOORS, *PEERS, *DIVERGENCES]
     require(shape.V % P == 0, f"V must be divisible by the {P} ranks, got {shape.V}")
     require(shape.flagged <= shape.T, f"flagged must be at most T, got {shape.name}")
     require(bool(runs), f"runs must name at least one run for {shape.name}, got none")
@@ -216,6 +225,11 @@ def check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
     for run in runs:
         require(run.impl in known, f"impl must be one of {', '.join(known)}, got {run.impl!r}")
         require(names.count(run.name) == 1, f"runs must differ, got {run.name!r} twice")
+        if run.divergence is not None or run.impl in DIVERGENCES:
+            fits = run.divergence is not None and (run.is_ours or run.impl in DIVERGENCES)
+            plain = run.over is None and run.filter_eps is None and not run.max_counted
+            words = "divergence names what triton, eager and peers of divergences compute"
+            require(fits and plain and shape.counted == 1.0, f"{words}, got {run.name!r}")
         is_auto = run.is_ours and run.schedule == "auto"
         ours = f"of {' and '.join(OURS)}"
         filter_eps = f"filter_eps is a schedule {ours}, got {run.name!r}"

@@ -53,7 +53,9 @@ def _read_weight(hidden: Tensor, weight: Tensor) -> Callable[[], Tensor]:
 FLOORS = {
     "gemm1": Floor(partial(gemms, logits=1, of_hidden=False, of_weight=False), "forward"),
     "read_weight": Floor(_read_weight, "forward"),
+    "gemm2_forward": Floor(partial(gemms, logits=2, of_hidden=False, of_weight=False), "forward"),
     "gemm2": Floor(partial(gemms, logits=1, of_hidden=True, of_weight=False), "forward_backward"),
     "gemm3": Floor(partial(gemms, logits=1, of_hidden=True, of_weight=True), "forward_backward"),
     "gemm4": Floor(partial(gemms, logits=2, of_hidden=True, of_weight=True), "forward_backward"),
+    "gemm6": Floor(partial(gemms, logits=4, of_hidden=True, of_weight=True), "forward_backward"),
 }

@@ -17,9 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import (
+    filtered,
+    linear_cross_entropy,
+    linear_cross_entropy_with_metrics,
+    linear_divergence,
+)
 from flce_dist.best import linear_sample, linear_top_k
 from flce_dist.launch.bench.config import BenchConfig, RunSpec
+from flce_dist.launch.bench.divergences import DIVERGENCES, load_divergence
 from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.peers import PEERS, LossFunction, load_peer
 from flce_dist.launch.bench.problem import IGNORED, Errors, Problem, Truth, errors_of
@@ -88,6 +94,13 @@ class Measured:
 
     def _load(self) -> None:
         run, tp_group = self.run, self.problem.tp_group
+        if run.impl in DIVERGENCES:
+            if tp_group is not None:
+                raise NotImplementedError(f"{run.impl} does not split the vocabulary over ranks")
+            self._loss_of = partial(
+                _from_teacher, load_divergence(run.impl, str(run.divergence)), self.problem, run
+            )
+            return
         if not run.is_ours:
             self._loss_of = load_peer(run.impl, tp_group)
             return
@@ -97,6 +110,10 @@ class Measured:
             # Alone there is no group to split over: one rank's tokens are all of them.
             "sequence_parallel": run.sequence_parallel and tp_group is not None,
         }  # fmt: skip
+        if run.divergence is not None:
+            call = partial(linear_divergence, kind=run.divergence, **options)
+            self._loss_of = partial(_from_teacher, call, self.problem, run)
+            return
         if run.over is not None:
             options["over"] = run.over
             self._loss_of = partial(_label_loss, ids=self.problem.ids_of(run), options=options)
@@ -221,6 +238,19 @@ class Measured:
             message = f"{self.run.name} left the device beyond use: {self.failure}"
             raise RuntimeError(message) from error
         return None
+
+
+def _from_teacher(
+    call: Callable[..., Tensor],
+    problem: Problem,
+    run: RunSpec,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+) -> Tensor:
+    """Return the mean divergence, of all tokens."""
+    teacher_hidden, teacher_weight = problem.teacher
+    return call(hidden, weight, teacher_hidden[problem.tokens_of(run)], teacher_weight)
 
 
 def _label_loss(

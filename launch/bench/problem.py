@@ -6,6 +6,7 @@ own rows and torch's collectives between them, so that it takes a few GiB at any
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from flce_dist.filtered import frequency_order
 from flce_dist.launch.bench.config import RunSpec, ShapeSpec
+from flce_dist.launch.bench.divergences import true_divergence
 from flce_dist.launch.process_group import Group, own_tokens, rank_and_size, reduced
 from flce_dist.launch.read import regular
 from flce_dist.launch.yaml_config import ConfigError
@@ -51,6 +53,15 @@ class Problem:
         names: dict[torch.dtype, Any] = {dtype: name for name, dtype in DTYPES.items()}
         T, (V, H) = len(self.labels), self.weight.shape
         return ShapeSpec(T, H, V, names[self.weight.dtype])
+
+    @cached_property
+    def teacher(self) -> tuple[Tensor, Tensor]:
+        """Hidden states and this rank's rows of another model of the same size."""
+        common: dict[str, Any] = {"dtype": self.weight.dtype, "device": self.weight.device}
+        generator = torch.Generator(self.weight.device).manual_seed(1)
+        hidden = torch.randn(self.hidden.shape, generator=generator, **common)
+        generator.manual_seed(2 + self.rank)
+        return hidden, torch.randn(self.weight.shape, generator=generator, **common).mul_(0.02)
 
     def tokens_of(self, run: RunSpec) -> slice:
         """This rank's tokens of hidden and of its gradient."""
@@ -180,8 +191,14 @@ def errors_of(
     run: RunSpec, loss: Tensor, gradients: list[Tensor], problem: Problem, truth: Truth
 ) -> Errors:
     """Compare one call's loss, and dhidden and dweight if there are any, with the truth."""
-    if not run.has_loss:
+    if not run.has_loss or (run.divergence is not None and problem.tp_group is not None):
         return Errors()
+    if run.divergence is not None:
+        chunk = max(1, CHUNK_BYTES // (8 * len(problem.weight)))
+        operands = problem.hidden, problem.weight, *problem.teacher
+        needed = bool(gradients) and truth.dhidden is not None
+        found = true_divergence(operands, run.divergence, chunk=chunk, gradients=needed)
+        truth = Truth(*found)
     loss_error = abs(loss.item() - truth.loss) / abs(truth.loss)
     if not gradients or truth.dhidden is None or truth.dweight is None:
         return Errors(loss_error)

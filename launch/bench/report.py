@@ -71,6 +71,7 @@ class Record:
     best: str | None = None  # of linear_top_k and linear_sample
     ids: int = 1
     spread: str = "uniform"
+    divergence: str | None = None  # of linear_divergence and its peers
     launches: float | None = None  # kernels of one call, if it was profiled
 
     @property
@@ -95,8 +96,12 @@ def make_records(shape: ShapeSpec, found: list[Measured]) -> list[Record]:
     """Return the records of all runs at one shape."""
     measured = [x for x in found if x.failure is None and x.samples_ms]
     p50_ms = {x.run.name: median(x.samples_ms) for x in measured}
-    eager = next((x for x in measured if x.run.impl == "torch_eager"), None)
-    return [_make_record(shape, x, p50_ms, eager) for x in found]
+    yardsticks = {
+        x.run.divergence: x
+        for x in measured
+        if x.run.impl in ("torch_eager", "divergence_with_logits") and x.run.has_gradients
+    }
+    return [_make_record(shape, x, p50_ms, yardsticks.get(x.run.divergence)) for x in found]
 
 
 def _make_record(
@@ -106,6 +111,8 @@ def _make_record(
     of_ours = "linear_logprob" if run.over is not None else "linear_cross_entropy"
     if run.best is not None:
         of_ours = "linear_sample" if run.best == "sample" else "linear_top_k"
+    if run.divergence is not None:
+        of_ours = "linear_divergence"
     given = dataclasses.asdict(run) | {"op": "floor" if is_floor else of_ours}
     given |= {"P": rank_and_size(found.problem.tp_group)[1], **shape.size}
     given |= {"counted": shape.counted, "contiguous": shape.contiguous, "flagged": shape.flagged}
@@ -115,7 +122,8 @@ def _make_record(
         return Record(**given, status="error", message=found.failure)
     p20, p50, p80 = np.quantile(found.samples_ms, (0.2, 0.5, 0.8)).tolist()
     floor_ms = None if is_floor else p50_ms.get(floor_of(run))
-    if floor_ms is not None and run.mode == "forward" and run.over is None:
+    is_loss = run.over is None and run.divergence is None
+    if floor_ms is not None and run.mode == "forward" and is_loss:
         floor_ms = max(floor_ms, p50_ms.get("read_weight", 0.0))
     peak, complaint = found.peak_bytes, _complaint(found, eager)
     return Record(

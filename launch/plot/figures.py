@@ -21,6 +21,7 @@ NAMES = {
     "triton": "ours,", "indexed": "ours, rows by a mask", "cce": "cut-cross-entropy",
     "cce_unfiltered": "cut-cross-entropy, unfiltered", "liger_fp32": "liger, fp32 loss",
     "gemm1": "one GEMM", "gemm2": "two GEMMs", "gemm3": "three GEMMs", "gemm4": "four GEMMs",
+    "gemm2_forward": "two GEMMs", "gemm6": "six GEMMs",
     "torch_eager": "PyTorch",
     "torch_compile": "torch.compile", "torch_compile_fp32": "torch.compile, fp32 loss",
     "canonical": "PyTorch, fp32 logits",

@@ -114,7 +114,12 @@ def _tables(
     """Run every case, each rank its share of it; yield this rank's records table by table."""
     P = rank_and_size(tp_group)[1]
     asked = [cases.Shape(*sizes) for sizes in settings.shapes]
-    of_all = [*cases.variants(), *cases.score_variants(), *cases.best_variants()]
+    of_all = [
+        *cases.variants(),
+        *cases.score_variants(),
+        *cases.best_variants(),
+        *cases.divergence_variants(),
+    ]
     grid = [(shape, of_all) for shape in asked or cases.default_shapes(device.type, P)]
     grid.append((cases.filtered_shape(P), cases.filtered_variants()))
     _check_memory([shape for shape, _ in grid], device, tp_group)

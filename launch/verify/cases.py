@@ -49,6 +49,7 @@ class Variant:
     filtered: bool = False  # by filter_eps, on data of which some tiles are not kept
     over: Over | None = None  # scores at ids instead of a loss
     best: int = 0  # so many best ids of each token, ranks and samples instead of a loss
+    divergence: str | None = None  # its kind, from a teacher, instead of a loss
 
     @property
     def title(self) -> str:
@@ -77,7 +78,10 @@ class Case:
     def metric_gradients(self) -> bool:
         """Whether lse, logprob and entropy get upstream gradients too."""
         return self.variant.over is not None or (
-            self.variant.metrics and self.schedule != "in_forward" and self.filter_eps is None
+            self.variant.metrics
+            and self.variant.divergence is None
+            and self.schedule != "in_forward"
+            and self.filter_eps is None
         )
 
 
@@ -134,6 +138,23 @@ def best_variants() -> list[Variant]:
             tempered=True, padding=5, uneven=True, best=100,
         ),
     ]  # fmt: skip
+
+
+def divergence_variants() -> list[Variant]:
+    """Each kind, then each way to reduce, with many options."""
+    softcap, scale = ("softcap", 15.0), ("logit_scale", 0.7)
+    theirs = ("teacher_softcap", 20.0), ("teacher_logit_scale", 1.2)
+    small = Variant("", divergence="reverse_kl", options=(("temperature", 2.0),))
+    many = replace(small, options=(softcap, scale, *theirs), bias=True, tempered=True)
+    return [
+        replace(small, name="forward_kl", divergence="forward_kl"),
+        replace(small, name="reverse_kl"),
+        replace(small, name="jsd", divergence="jsd", metrics=True),
+        replace(small, name="tv", divergence="tv", reduction="sum"),
+        replace(many, name="jsd, options", divergence="jsd", reduction="none", padding=5),
+        replace(many, name="reverse_kl, uneven", uneven=True, token_weight=True, skips=True),
+        replace(many, name="forward_kl, max_counted", divergence="forward_kl", counted=True),
+    ]
 
 
 def filtered_variants() -> list[Variant]:

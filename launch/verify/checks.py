@@ -15,11 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import (
+    DivergenceWithMetrics,
     LossWithMetrics,
     TokenScores,
     filtered,
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
+    linear_divergence,
+    linear_divergence_with_metrics,
     linear_logprob,
     vocab_range,
 )
@@ -28,7 +31,12 @@ from flce_dist.launch.process_group import Group, own_tokens, rank_and_size, red
 from flce_dist.launch.verify.best import best_results, check_best
 from flce_dist.launch.verify.cases import Case, Shape, Variant
 from flce_dist.launch.verify.data import Data, make_data
-from flce_dist.reference import reference_linear_cross_entropy, reference_linear_logprob
+from flce_dist.reference import (
+    LogitOptions,
+    reference_linear_cross_entropy,
+    reference_linear_divergence,
+    reference_linear_logprob,
+)
 from flce_dist.testing import ErrorBudget, error_budget, relative_rms
 
 FP32_BUDGET = 1e-5
@@ -135,15 +143,19 @@ def _results(
     case: Case, data: Data, tokens: slice, own: slice, tp_group: Group, impl: Impl | None
 ) -> Results:
     """Call the op forward and backward on this rank's tokens and its own rows."""
-    call = linear_cross_entropy_with_metrics if case.variant.metrics else linear_cross_entropy
+    call: Any = linear_cross_entropy_with_metrics if case.variant.metrics else linear_cross_entropy
+    if case.variant.divergence is not None:
+        call = linear_divergence_with_metrics if case.variant.metrics else linear_divergence
     eps = case.filter_eps
     leaves = _leaves(data, tokens, own, data.hidden.dtype)
     options = {**_placed(case, own, tp_group, impl), **leaves, **_options(case.variant, data)}
     if case.variant.over is not None:
         scores = linear_logprob(schedule=case.schedule, with_entropy=True, **options)
         return _scores(scores, leaves, data)
+    parts = {"teacher_hidden": tokens, "teacher_weight": own, "teacher_bias": own}
     out = call(
         labels=data.labels,
+        **{name: x[parts[name]] for name, x in data.teacher.items()},
         schedule=case.schedule if eps is None else filtered.schedule(eps),
         max_logits_bytes=case.max_logits_bytes,
         max_counted=int((data.labels != -100).sum()) if case.variant.counted else None,
@@ -151,7 +163,7 @@ def _results(
         **options,
     )
     outputs = (out,) if isinstance(out, Tensor) else tuple(out)
-    return _differentiate(outputs, leaves, data, case.metric_gradients)
+    return _differentiate(outputs, leaves, data, case.metric_gradients, _names(case.variant))
 
 
 def _placed(case: Case, own: slice, tp_group: Group, impl: Impl | None) -> dict[str, Any]:
@@ -191,7 +203,16 @@ def _options(variant: Variant, data: Data) -> dict[str, Any]:
     if variant.best:
         return {**given, **dict(variant.options)}
     given["token_weight"] = data.token_weight
+    if variant.divergence is not None:
+        given["kind"] = variant.divergence
     return {"reduction": variant.reduction, **given, **dict(variant.options)}
+
+
+def _names(variant: Variant) -> tuple[str, ...]:
+    """Names of what a call returns."""
+    if variant.divergence is None:
+        return LossWithMetrics._fields
+    return tuple("correct" if x == "same_best" else x for x in DivergenceWithMetrics._fields)
 
 
 def _leaves(data: Data, tokens: slice, own: slice, dtype: torch.dtype) -> dict[str, Any]:
@@ -209,20 +230,38 @@ def _textbook(data: Data, variant: Variant, dtype: torch.dtype, metric_gradients
         logprob, lse, other, entropy = reference_linear_logprob(**leaves, **options)
         scores = logprob, lse, other if variant.over == "vocabulary" else None, entropy
         return _scores(scores, leaves, data)
+    if variant.divergence is not None:
+        theirs: dict[str, Any] = {name: x.to(dtype) for name, x in data.teacher.items()}
+        outputs = reference_linear_divergence(labels=data.labels, **leaves, **theirs, **options)
+        results = _differentiate(outputs, leaves, data, False, _names(variant))
+        return {**results, "lse": _lse(leaves, data, options)}
     outputs = reference_linear_cross_entropy(labels=data.labels, **leaves, **options)
     one, zero = data.hidden.new_tensor([1.0, 0.0], dtype=torch.float32)
-    return _differentiate((*outputs, one, zero), leaves, data, metric_gradients)
+    of_all = (*outputs, one, zero)
+    return _differentiate(of_all, leaves, data, metric_gradients, _names(variant))
+
+
+@torch.no_grad()
+def _lse(leaves: dict[str, Any], data: Data, options: dict[str, Any]) -> Tensor:
+    """Return lse of the student's logits, whose size says how far off differences of them are."""
+    names = options.keys() & LogitOptions.__annotations__.keys()
+    of_logits: Any = {name: options[name] for name in names}
+    return reference_linear_cross_entropy(labels=data.labels, **leaves, **of_logits)[1]
 
 
 def _differentiate(
-    outputs: tuple[Tensor, ...], leaves: dict[str, Tensor], data: Data, metric_gradients: bool
+    outputs: tuple[Tensor, ...],
+    leaves: dict[str, Tensor],
+    data: Data,
+    metric_gradients: bool,
+    names: tuple[str, ...],
 ) -> Results:
     """Send the upstream gradients back and return everything, detached and by name."""
     upstream = [data.dloss, *(data.dmetrics if metric_gradients else ())]
     roots = outputs[: len(upstream)]
     grads = [g.to(root.dtype) for g, root in zip(upstream, roots, strict=True)]
     torch.autograd.backward(roots, grads)
-    results = dict(zip(LossWithMetrics._fields, outputs, strict=False))
+    results = dict(zip(names, outputs, strict=False))
     for name, leaf in leaves.items():
         results[f"d{name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
     return {name: x.detach() for name, x in results.items()}

@@ -26,6 +26,7 @@ class Data:
     dloss: Tensor
     dmetrics: Tensor  # [3, T]
     ids: Tensor | None  # [T, 5] of scores, without an id where the token is ignored
+    teacher: dict[str, Tensor]  # hidden, weight and bias of a divergence's, by keyword
     vocab_size: int
 
 
@@ -70,6 +71,13 @@ def make_data(
         ids[:, 3] = bounds[-1][0]
         ids[::3, 4] = -1
         ids[ignored] = -1
+    teacher = {}
+    if variant.divergence is not None:
+        teacher["teacher_hidden"] = torch.randn(T, H + 5, generator=generator)
+        teacher["teacher_hidden"][ignored] = torch.nan
+        teacher["teacher_weight"] = torch.randn(rows, H + 5, generator=generator) / H**0.5
+        if variant.bias:
+            teacher["teacher_bias"] = torch.randn(rows, generator=generator)
     token_weight, temperature = torch.rand(2, T, generator=generator)
     # Upstream of a mean as large as a loss scale makes it: of order 1 for each token.
     dloss = torch.tensor(0.7 * T if variant.reduction == "mean" else 0.7)
@@ -82,7 +90,8 @@ def make_data(
         temperature=(0.9 + 0.2 * temperature).to(device) if variant.tempered else None,
         dloss=dloss.to(device),
         dmetrics=torch.randn(len(METRICS), T, generator=generator).to(device),
-        ids=None if ids is None else ids.to(device), vocab_size=vocab_size,
+        ids=None if ids is None else ids.to(device),
+        teacher={name: x.to(device, dtype) for name, x in teacher.items()}, vocab_size=vocab_size,
     )  # fmt: skip
 
 
