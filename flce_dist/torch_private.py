@@ -7,7 +7,7 @@ when they are needed, or have a default.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 c10d: Any = dist.distributed_c10d
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _needed(owner: Any, name: str, use: str) -> Any:
@@ -93,6 +94,16 @@ def keep_order(operator: Any) -> None:
         from torch._higher_order_ops import effects
 
         effects._register_effectful_op(operator, effects._EffectType.ORDERED)
+
+
+def constant_in_graphs(function: _F) -> _F:
+    """Let compiled code call the function once, while it is traced.
+
+    As ``torch.compiler.assume_constant_result`` does, which imports Triton. Without it: the
+    function is traced.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def outside_graphs(function: Any, reason: str) -> Any:

@@ -94,8 +94,8 @@ def nothing_to_compute(ranks: Ranks) -> Iterator[str]:
         "no counted tokens": small.changed(ignored=1.1),
     }
     keeps_all = filtered.schedule(2.0**-20)  # of so few columns
-    schedules = ("recompute", "cached", "in_forward", keeps_all)
-    return against_fp64(ranks, empty, lambda one: {name: {"schedule": name} for name in schedules})
+    ways = {str(x): {"schedule": x} for x in ("recompute", "cached", "in_forward", keeps_all)}
+    return against_fp64(ranks, empty, lambda one: ways)
 
 
 def without_peer_copies(ranks: Ranks) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Which folder may import which, read from the source of every file. CONTRIBUTING.md says why."""
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ MAY = {
     "parallel": {"private"},
     "kernels": {"private"},
     "testing": {"private"},
-    "leaf": set(),
+    "leaf": {"private"},
     "private": set(),
     "launch": {"leaf", "private", "faces", "testing", "filtered", *FUNCTIONS},
 }
@@ -164,6 +165,12 @@ def test_imports_only_what_its_folder_may(path):
 def test_every_file_is_seen():
     assert {folder_of(path) for path in FILES} == set(MAY)
     assert all((ROOT / name).exists() for name in (*EXCEPTIONS, *LAZILY))
+
+
+def test_the_library_imports_no_triton():
+    """It is imported by the first call on a GPU, and may be missing where there is none."""
+    program = "import flce_dist, sys; sys.exit('triton' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize(("file", "source"), [

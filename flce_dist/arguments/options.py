@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, Union
 
-import torch
+from flce_dist.torch_private import constant_in_graphs
 
 Reduction = Literal["none", "sum", "mean"]
 ScheduleName = Literal["auto", "recompute", "cached", "in_forward"]
@@ -221,7 +221,7 @@ def names_meant(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _unexpected(function: Callable[..., Any], name: str, options: Iterable[str]) -> str:
     """Return what Python says, and the closest of ``options`` and the function's own keywords."""
     parameters = inspect.signature(function).parameters.values()

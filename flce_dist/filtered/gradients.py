@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from flce_dist import torch_private
 from flce_dist.arguments import values
 from flce_dist.arguments.options import LossOptions
 from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved, registered
@@ -49,7 +50,7 @@ class FilteredLossWithMetrics(NamedTuple):
     rank_one_mass: Tensor  # mean over counted tokens of the probability in the others
 
 
-@torch.compiler.assume_constant_result  # compiled code may make one, too
+@torch_private.constant_in_graphs  # compiled code may make one, too
 def schedule(eps: float) -> "Filter":
     """Return the value of ``schedule`` that approximates the gradients, not the loss; experimental.
 
