@@ -113,4 +113,4 @@ def test_eps_0_that_filters_is_found(monkeypatch, capsys):
     assert verify.main(["--device", "cpu", "--dtypes", "fp32", *shape]) == 1
     (miss, verdict) = capsys.readouterr().out.splitlines()[-2:]
     start = "MISS fp32 (300, 128, 2100) filter_eps (mean), eps=0: same as recompute error"
-    assert miss.startswith(start) and verdict.startswith("FAIL: 26 of 27 cases")
+    assert miss.startswith(start) and verdict.startswith("FAIL: ")
