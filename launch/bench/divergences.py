@@ -60,7 +60,8 @@ def _liger(kind: str) -> Divergence:
         LigerFusedLinearJSD,
     )
 
-    return LigerFusedLinearJSD(jsd_beta=_beta("Liger", kind))
+    divergence = LigerFusedLinearJSD(jsd_beta=_beta("Liger", kind))
+    return lambda *operands: divergence(*operands, shift_labels=None)
 
 
 def _beta(library: str, kind: str) -> float:
