@@ -106,11 +106,18 @@ def constant_in_graphs(function: _F) -> _F:
     return function
 
 
-def outside_graphs(function: Any, reason: str) -> Any:
-    """Return a function for compiled code to call between its graphs.
+def outside_graphs(function: Any, name: str) -> Any:
+    """Return the function, which under torch.compile runs between two graphs.
 
-    With fullgraph=True ``reason`` is the error. Without the break that function is traced.
+    With fullgraph=True the error says so, by the ``name`` that the user knows. Without the break
+    the function is traced.
     """
+    if not torch.compiler.is_compiling():
+        return function
+    reason = (
+        f"{name} is not part of a graph of torch.compile; use fullgraph=False, with which the "
+        "graph ends before it and another one begins after it"
+    )
     getattr(torch._dynamo, "graph_break", lambda msg: None)(msg=reason)
     return torch.compiler.disable(function)
 

@@ -181,13 +181,7 @@ def _results(name: str, arguments: Arguments, schedule: TopK | Sample) -> tuple[
                 f"{name} has no gradients, got {operand} with requires_grad=True: call it under "
                 "torch.no_grad(), and linear_logprob at its ids for log-probabilities that have"
             )
-    run = _run
-    if torch.compiler.is_compiling():
-        run = torch_private.outside_graphs(
-            run,
-            f"{name} is not part of a graph of torch.compile; use fullgraph=False, with which the "
-            "graph ends before it and another one begins after it",
-        )
+    run = torch_private.outside_graphs(_run, name)
     return run(name, arguments, schedule)
 
 

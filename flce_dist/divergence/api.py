@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
@@ -226,11 +225,5 @@ def _diverged(
     teacher = TeacherArguments(
         teacher_hidden, teacher_weight, teacher_bias, teacher_temperature, teacher_rows, of_teacher
     )
-    run = diverged
-    if torch.compiler.is_compiling():
-        run = torch_private.outside_graphs(
-            run,
-            "linear_divergence is not part of a graph of torch.compile; use fullgraph=False, with "
-            "which the graph ends before it and another one begins after it",
-        )
+    run = torch_private.outside_graphs(diverged, "linear_divergence")
     return run(function.__name__, student, teacher, measure)

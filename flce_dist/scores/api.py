@@ -95,13 +95,7 @@ def linear_logprob(
     checks.check_tensor("hidden", hidden, checks.FLOATS)
     stand_in = torch.empty((), dtype=torch.int64, device=hidden.device)
     arguments = Arguments(hidden, weight, stand_in, bias, None, temperature, chosen, tp_group)
-    scored = _scored
-    if torch.compiler.is_compiling():
-        scored = torch_private.outside_graphs(
-            scored,
-            "linear_logprob is not part of a graph of torch.compile; use fullgraph=False, with "
-            "which the graph ends before it and another one begins after it",
-        )
+    scored = torch_private.outside_graphs(_scored, "linear_logprob")
     return scored(arguments, ids, offsets, over)
 
 
