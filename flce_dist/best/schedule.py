@@ -5,7 +5,6 @@ T = tokens of the tensor-parallel group, V = real vocabulary rows here, k = ids 
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from flce_dist.core.statistics import gathered_logits
 from flce_dist.kernels.best.asked import Noise, ShardBest, kernels_of
 from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.parallel import collectives
+from flce_dist.parallel.counted import put_back
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,12 @@ class TopK:
             label_logprob = (label_logit.double() - lse).clamp_max(0.0).where(counted, 0.0)
             label_logprob = label_logprob.to(call.stats_dtype)
         lse = lse.where(counted, 0.0).to(call.stats_dtype)
-        of_tokens = (lse, 0), (ids, -1), (logprob, -math.inf), (label_logprob, 0), (label_rank, -1)
-        lse, *behind = (_put_back(x, fill, operands.places, call.T_all) for x, fill in of_tokens)
-        return lse, tuple(behind), ()
+        others = (ids, -1), (logprob, -math.inf), (label_logprob, 0), (label_rank, -1)
+        places = operands.places
+        behind = (
+            None if x is None else put_back(x, places, call.T_all, fill) for x, fill in others
+        )
+        return put_back(lse, places, call.T_all), tuple(behind), ()
 
 
 @dataclass(frozen=True)
@@ -123,10 +126,3 @@ def merged_ids(
     of_ranks = gathered.view(collectives.group_size(call.tp_group), T, n)
     ids, logprob = kernels_of(call.impl).merged_ids(of_ranks, lse, counted, k=k, top_p=top_p)
     return ids, logprob.to(call.stats_dtype)
-
-
-def _put_back(x: Any, fill: float, places: Tensor | None, T_all: int) -> Any:
-    """Return [T_all, ...] with the rows of x [T, ...] at their places, and ``fill`` elsewhere."""
-    if x is None or places is None:
-        return x
-    return x.new_full((T_all, *x.shape[1:]), fill).index_copy_(0, places, x)

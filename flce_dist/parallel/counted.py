@@ -15,11 +15,11 @@ def chosen(x: Tensor, places: Tensor | None) -> Tensor:
     return x if places is None else x.index_select(0, places)
 
 
-def put_back(x: Tensor, places: Tensor | None, T_all: int) -> Tensor:
-    """Return [T_all, ...] with the rows of x [T, ...] at their places, and 0 elsewhere."""
+def put_back(x: Tensor, places: Tensor | None, T_all: int, fill: float = 0) -> Tensor:
+    """Return [T_all, ...] with the rows of x [T, ...] at their places, and ``fill`` elsewhere."""
     if places is None:
         return x
-    return x.new_zeros(T_all, *x.shape[1:]).index_copy_(0, places, x)
+    return x.new_full((T_all, *x.shape[1:]), fill).index_copy_(0, places, x)
 
 
 class SumPutBack(TokenSum):
