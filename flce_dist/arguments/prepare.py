@@ -17,7 +17,7 @@ from flce_dist.core.call import Call, Needs, Operands, Schedule, as_stored
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.kernels.rows.counted_tokens import counted_tokens
 from flce_dist.parallel import collectives
-from flce_dist.parallel.vocab import real_rows
+from flce_dist.parallel.vocab import largest_shard, real_rows
 from flce_dist.schedules.choose import plan
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -263,10 +263,8 @@ def planned(
     """Return the schedule; it ``converts`` if cached columns are copied window by window."""
     hidden, weight, options = arguments.hidden, arguments.weight, arguments.options
     (V, H), itemsize = weight.shape, weight.element_size()
-    if options.vocab_range is not None:
-        V = -(-(options.vocab_size or 0) // P)
-    elif options.vocab_size is not None:
-        V = min(V, options.vocab_size)
+    is_uneven = options.vocab_range is not None
+    V = largest_shard(V, vocab_size=options.vocab_size, is_uneven=is_uneven, P=P)
     # A plan of torch.compile's symbolic sizes only gives the fakes their shapes; the operators
     # plan again with real sizes. So it lends no memory.
     is_concrete = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))

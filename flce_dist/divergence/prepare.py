@@ -22,6 +22,7 @@ from flce_dist.divergence.pair import Teacher, TeacherOperands
 from flce_dist.kernels.divergence.formulas import Measure
 from flce_dist.parallel import collectives
 from flce_dist.parallel.counted import chosen
+from flce_dist.parallel.vocab import largest_shard
 
 _IGNORED = -100  # label of ignored tokens from here on; that of others is 0
 _OWN_NAMES = ("hidden", "weight", "bias", "temperature")  # those that a teacher has, too
@@ -79,11 +80,17 @@ def diverged(
 
 def _schedule(measure: Measure, teacher: Teacher, call: Call, operands: Operands) -> Any:
     options = call.options
+    V = largest_shard(
+        len(operands.weight),
+        vocab_size=call.vocab_size,
+        is_uneven=options.vocab_range is not None,
+        P=collectives.group_size(call.tp_group),
+    )
     return chosen_schedule(
         measure,
         teacher,
         T=call.T,
-        V=_even_rows(call, len(operands.weight)),
+        V=V,
         dtype=call.dtype,
         asked=str(options.schedule),
         is_reduced=options.reduction != "none",
@@ -227,12 +234,6 @@ def _facts(teacher: Call, operands: TeacherOperands) -> str:
         f"hidden {list(hidden.shape)} {teacher.dtype}, softcap {options.softcap}, logit_scale "
         f"{options.logit_scale}, bias {bias is not None}, temperature {inverse is not None}"
     )
-
-
-def _even_rows(call: Call, rows: int) -> int:
-    if call.options.vocab_range is not None:
-        return -(-call.vocab_size // collectives.group_size(call.tp_group))
-    return min(rows, call.vocab_size)
 
 
 def _are_aligned(call: Call, rows: int, teacher: Call, teachers_rows: int) -> bool:

@@ -11,6 +11,16 @@ def vocab_range(vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
     return min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size)
 
 
+def largest_shard(V: int, *, vocab_size: int | None, is_uneven: bool, P: int) -> int:
+    """Return how many real rows the largest of P shards has, of which this rank's has V.
+
+    ``is_uneven`` says that shards are named by ranges: then ``vocab_size`` tells an even share.
+    """
+    if is_uneven:
+        return -(-(vocab_size or 0) // P)
+    return V if vocab_size is None else min(V, vocab_size)
+
+
 INVARIANT_ROWS = 32
 """Under tp_invariant every shard begins at a multiple of this, as 128,256 rows over 8 ranks do."""
 
