@@ -19,7 +19,14 @@ from flce_dist.arguments.options import (
     keywords_of,
     names_meant,
 )
-from flce_dist.arguments.prepare import Arguments, counted_operands, prepare, settled, tempered
+from flce_dist.arguments.prepare import (
+    Arguments,
+    counted_operands,
+    in_callers_order,
+    prepare,
+    settled,
+    tempered,
+)
 from flce_dist.arguments.rank_check import check_alike, tell_refusal
 from flce_dist.core import compiled
 from flce_dist.core.autograd import differentiable, refuse_transforms
@@ -252,9 +259,7 @@ def apply(function: str, arguments: Arguments) -> tuple[Tensor, ...]:
         flat = differentiable(call, counted_operands(call, operands), weight)
         shape = given.labels.shape
         results = tuple(x.reshape(shape) if x.dim() else x for x in flat if x is not None)
-    if given.options is arguments.options:  # else dimensions have been exchanged
-        return results
-    return tuple(x.transpose(0, 1).contiguous() if x.dim() else x for x in results)
+    return in_callers_order(results, given, arguments)
 
 
 def _prepared_alike(function: str, arguments: Arguments) -> tuple[Arguments, Call, Operands]:

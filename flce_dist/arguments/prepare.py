@@ -3,9 +3,9 @@
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from flce_dist.kernels.rows.counted_tokens import counted_tokens
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import largest_shard, real_rows
 from flce_dist.schedules.choose import plan
+
+_Result = TypeVar("_Result", Tensor, Tensor | None)
 
 PLAIN = (Tensor, torch.nn.Parameter)
 _LOCAL = {*PLAIN, float, type(None)}  # types of arguments that no rank shares
@@ -54,6 +56,15 @@ def tempered(temperature: Any, labels: Tensor) -> Tensor | None:
     return torch.full_like(labels, temperature, dtype=torch.float64)
 
 
+def shape_of_tokens(hidden: Tensor, options: LossOptions, tp_group: Any) -> list[int]:
+    """Return the shape that labels of hidden's tokens have, or those of all ranks."""
+    tokens = list(hidden.shape[:-1])
+    if options.sequence_parallel and options.sequence_dim < len(tokens):
+        checks.check_group(tp_group, options.sequence_parallel)
+        tokens[options.sequence_dim] *= collectives.group_size(tp_group)
+    return tokens
+
+
 def sequence_first(arguments: Arguments) -> Arguments:
     """Return the arguments with the dimension that is split by token as the first.
 
@@ -67,6 +78,17 @@ def sequence_first(arguments: Arguments) -> Arguments:
     of_tokens = {name: getattr(arguments, name) for name in names}
     turned = {name: x.transpose(0, 1) for name, x in of_tokens.items() if x is not None}
     return arguments._replace(**turned, options=replace(options, sequence_dim=0))
+
+
+def in_callers_order(
+    results: Iterable[_Result], given: Arguments, arguments: Arguments
+) -> tuple[_Result, ...]:
+    """Undo ``sequence_first`` in results; ``given`` are the ``arguments``, settled."""
+    if given.options is arguments.options:
+        return tuple(results)
+    return tuple(
+        x.transpose(0, 1).contiguous() if x is not None and x.dim() else x for x in results
+    )
 
 
 def in_autocast_dtype(arguments: Arguments) -> Arguments:

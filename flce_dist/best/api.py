@@ -13,12 +13,18 @@ from flce_dist import torch_private
 from flce_dist.arguments import checks, values
 from flce_dist.arguments.dtensor import localized
 from flce_dist.arguments.options import LossOptions, SampleOptions, TopKOptions, keywords_of
-from flce_dist.arguments.prepare import Arguments, prepare, settled, tempered
+from flce_dist.arguments.prepare import (
+    Arguments,
+    in_callers_order,
+    prepare,
+    settled,
+    shape_of_tokens,
+    tempered,
+)
 from flce_dist.arguments.rank_check import check_alike, tell_refusal
 from flce_dist.best.schedule import Sample, TopK
 from flce_dist.core.autograd import refuse_transforms, run_forward
 from flce_dist.kernels.best.asked import MOST_K
-from flce_dist.parallel import collectives
 
 _FIXED: dict[str, Any] = dict(
     reduction="none", label_smoothing=0.0, z_loss_weight=0.0, reduce_dhidden=True,
@@ -190,7 +196,8 @@ def _run(name: str, arguments: Arguments, schedule: TopK | Sample) -> tuple[Any,
     if arguments.may_have_dtensors:
         arguments = localized(arguments)
     hidden, weight, labels, bias, _, temperature, options, tp_group = arguments
-    numbers = _numbers_of_tokens(hidden, options, tp_group)
+    tokens = shape_of_tokens(hidden, options, tp_group)
+    numbers = torch.arange(math.prod(tokens), device=hidden.device).view(tokens)
     if labels is None:
         labels = numbers
     elif isinstance(schedule, Sample):
@@ -214,16 +221,4 @@ def _run(name: str, arguments: Arguments, schedule: TopK | Sample) -> tuple[Any,
     first, behind, _ = run_forward(call, schedule.operands(call, operands))
     shape = ordered.labels.shape
     results = [None if x is None else x.view(*shape, *x.shape[1:]) for x in (first, *behind)]
-    if ordered.options is not options:  # dimensions have been exchanged
-        results = [None if x is None else x.transpose(0, 1).contiguous() for x in results]
-    return tuple(results)
-
-
-def _numbers_of_tokens(
-    hidden: Tensor, options: LossOptions, tp_group: dist.ProcessGroup | None
-) -> Tensor:
-    """Return the number of each token of the call, int64 in the shape that labels would have."""
-    shape = list(hidden.shape[:-1])
-    if options.sequence_parallel and options.sequence_dim < len(shape):
-        shape[options.sequence_dim] *= collectives.group_size(tp_group)
-    return torch.arange(math.prod(shape), device=hidden.device).view(shape)
+    return in_callers_order(results, ordered, arguments)

@@ -13,7 +13,15 @@ from flce_dist import torch_private
 from flce_dist.arguments import checks, values
 from flce_dist.arguments.dtensor import localized
 from flce_dist.arguments.options import LossOptions
-from flce_dist.arguments.prepare import Arguments, counted_operands, prepare, settled, tempered
+from flce_dist.arguments.prepare import (
+    Arguments,
+    counted_operands,
+    in_callers_order,
+    prepare,
+    settled,
+    shape_of_tokens,
+    tempered,
+)
 from flce_dist.arguments.rank_check import check_alike, tell_refusal
 from flce_dist.core.call import Call, Operands
 from flce_dist.divergence.choose import chosen_schedule
@@ -72,10 +80,8 @@ def diverged(
     teachers = _counted(teachers, operands)
     outputs = differentiable(call, operands, teachers, weight)
     shape = ordered.labels.shape
-    results = tuple(x.view(shape) if x.dim() else x for x in outputs)
-    if ordered.options is student.options:
-        return results
-    return tuple(x.transpose(0, 1).contiguous() if x.dim() else x for x in results)
+    results = (x.view(shape) if x.dim() else x for x in outputs)
+    return in_callers_order(results, ordered, student)
 
 
 def _schedule(measure: Measure, teacher: Teacher, call: Call, operands: Operands) -> Any:
@@ -122,10 +128,7 @@ def _labelled(student: Arguments) -> Arguments:
     """Return the arguments with labels that are 0, or ``_IGNORED`` where tokens are ignored."""
     hidden, labels, options = student.hidden, student.labels, student.options
     if labels is None:
-        tokens = list(hidden.shape[:-1])
-        if options.sequence_parallel and options.sequence_dim < len(tokens):
-            checks.check_group(student.tp_group, True)
-            tokens[options.sequence_dim] *= collectives.group_size(student.tp_group)
+        tokens = shape_of_tokens(hidden, options, student.tp_group)
         labels = torch.zeros(tokens, dtype=torch.int64, device=hidden.device)
     else:
         checks.check_tensor("labels", labels, checks.LABELS, hidden)

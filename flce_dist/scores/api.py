@@ -13,10 +13,16 @@ from flce_dist import torch_private
 from flce_dist.arguments import checks, values
 from flce_dist.arguments.dtensor import local_of, localized
 from flce_dist.arguments.options import LossOptions, Over, ScoreOptions, keywords_of
-from flce_dist.arguments.prepare import Arguments, prepare, settled, tempered
+from flce_dist.arguments.prepare import (
+    Arguments,
+    in_callers_order,
+    prepare,
+    settled,
+    shape_of_tokens,
+    tempered,
+)
 from flce_dist.arguments.rank_check import check_alike, tell_refusal
 from flce_dist.core.autograd import differentiable, refuse_transforms
-from flce_dist.parallel import collectives
 from flce_dist.scores.ids import check_ids, ids_in_order
 from flce_dist.scores.schedule import Scores
 
@@ -119,10 +125,7 @@ def _scored(arguments: Arguments, ids: Tensor, offsets: Tensor | None, over: Ove
     hidden, local, labels, bias, _, temperature, options, tp_group = arguments
     ids = local_of("ids", ids, Replicate(), tp_group)
     offsets = local_of("offsets", offsets, Replicate(), tp_group)
-    tokens = list(hidden.shape[:-1])
-    if options.sequence_parallel and options.sequence_dim < len(tokens):
-        tokens[options.sequence_dim] *= collectives.group_size(tp_group)
-    labels = labels.expand(tokens)
+    labels = labels.expand(shape_of_tokens(hidden, options, tp_group))
     is_transposed = options.sequence_parallel and options.sequence_dim == 1
     try:
         each = tempered(temperature, labels)
@@ -141,7 +144,4 @@ def _scored(arguments: Arguments, ids: Tensor, offsets: Tensor | None, over: Ove
     if len(shape) != 1:  # a view is a node of the graph, too
         logprob = logprob.view(ids.shape if offsets is not None else (*shape, ids.shape[-1]))
         of_tokens = [None if x is None else x.view(shape) for x in of_tokens]
-    results = [logprob, *of_tokens]
-    if is_transposed:
-        results = [None if x is None else x.transpose(0, 1).contiguous() for x in results]
-    return TokenScores(*results)
+    return TokenScores(*in_callers_order((logprob, *of_tokens), ordered, arguments))
