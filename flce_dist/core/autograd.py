@@ -37,15 +37,10 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, call, operands, main_grad, weight_ref):
         """``operands`` begin with these three tensors; the host takes time for each argument.
 
-        ``given`` is a weak reference to the caller's weight, perhaps a DTensor or of another dtype.
+        ``weight_ref`` refers to the caller's weight, perhaps a DTensor or of another dtype.
         """
         loss, metrics, saved = run_forward(call, operands)
-        ctx.set_materialize_grads(False)
-        ctx.call = call
-        ctx.main_grad = main_grad
-        ctx.weight_ref = weight_ref
-        ctx.saved = len(saved)
-        ctx.save_for_backward(*saved, *(operands if call.schedule.keeps_operands else ()))
+        keep(ctx, call, operands, saved, main_grad, weight_ref)
         if not any(x is not None for x in metrics):
             return (loss,)
         ctx.mark_non_differentiable(*(x for x in metrics[3:] if x is not None))
@@ -89,12 +84,27 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         return *gradients, None, None, None, None
 
 
+def keep(
+    ctx: Any,
+    call: Call,
+    operands: Operands,
+    saved: Saved,
+    main_grad: MainGrad | None,
+    weight_ref: weakref.ref[Tensor],
+) -> None:
+    """Keep for backward what forward has saved, and the operands if the schedule reads them."""
+    ctx.set_materialize_grads(False)
+    ctx.call = call
+    ctx.main_grad = main_grad
+    ctx.weight_ref = weight_ref
+    ctx.saved = len(saved)
+    ctx.save_for_backward(*saved, *(operands if call.schedule.keeps_operands else ()))
+
+
 def differentiable(call: Call, operands: Operands, weight: Tensor) -> tuple[Tensor, ...]:
     """Return what a call's schedule does, on the graph; ``weight`` is what the caller passed."""
-    accumulates = call.needs.weight and call.options.accumulate_dweight
-    main_grad = captured(weight, call) if accumulates else None
-    weight_ref = weakref.ref(weight)
-    return LinearCrossEntropyFunction.apply(*operands[:3], call, operands, main_grad, weight_ref)
+    others = call, operands, captured(weight, call), weakref.ref(weight)
+    return LinearCrossEntropyFunction.apply(*operands[:3], *others)
 
 
 def refuse_transforms(name: str) -> None:

@@ -60,7 +60,10 @@ class MainGrad:
         return self.closed()
 
 
-def captured(weight: Tensor, call: Call) -> MainGrad:
+def captured(weight: Tensor, call: Call) -> MainGrad | None:
+    """Return the accumulator of what the caller passed; None if backward returns dweight."""
+    if not (call.needs.weight and call.options.accumulate_dweight):
+        return None
     if isinstance(weight, DTensor):
         raise NotImplementedError(
             "accumulate_dweight=True needs a plain weight, got a DTensor: pass weight.to_local() "

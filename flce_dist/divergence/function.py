@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flce_dist.core.autograd import LinearCrossEntropyFunction, computing_on
+from flce_dist.core.autograd import LinearCrossEntropyFunction, computing_on, keep
 from flce_dist.core.call import Call, Operands
 from flce_dist.core.main_grad import captured
 from flce_dist.divergence.pair import TeacherOperands
@@ -21,12 +21,7 @@ class DivergenceFunction(LinearCrossEntropyFunction):
         schedule: Any = call.schedule
         with computing_on(operands.hidden):
             loss, metrics, saved = schedule.forward(call, operands, teacher)
-        ctx.set_materialize_grads(False)
-        ctx.call = call
-        ctx.main_grad = main_grad
-        ctx.weight_ref = weight_ref
-        ctx.saved = len(saved)
-        ctx.save_for_backward(*saved, *(operands if schedule.keeps_operands else ()))
+        keep(ctx, call, operands, saved, main_grad, weight_ref)
         ctx.mark_non_differentiable(*metrics)
         return loss, *metrics
 
@@ -35,7 +30,5 @@ def differentiable(
     call: Call, operands: Operands, teacher: TeacherOperands, weight: Tensor
 ) -> tuple[Tensor, ...]:
     """Return what a call's schedule does, on the graph; ``weight`` is what the caller passed."""
-    accumulates = call.needs.weight and call.options.accumulate_dweight
-    main_grad = captured(weight, call) if accumulates else None
-    both = operands, teacher
-    return DivergenceFunction.apply(*operands[:3], call, both, main_grad, weakref.ref(weight))
+    others = call, (operands, teacher), captured(weight, call), weakref.ref(weight)
+    return DivergenceFunction.apply(*operands[:3], *others)
