@@ -40,8 +40,7 @@ def best_ids(
 def _best_of(layer: Any, hidden: Tensor, weight: Tensor, *, scale: float, **asked: Any) -> BestIds:
     """Return best ids [b, s] of hidden [s, b, H]."""
     asked = {name: transposed(x) for name, x in asked.items()}
-    options = {name: layer.loss_keywords[name] for name in ("softcap", "vocab_size", "impl")}
-    of_layer = layer.keywords_for(weight, scale)
+    of_layer = layer.keywords_of_logits(weight, scale)
     del of_layer["accumulate_dweight"]  # of gradients
-    best: Any = linear_top_k(hidden, weight, **asked, **options, **of_layer)
+    best: Any = linear_top_k(hidden, weight, **asked, **of_layer)
     return BestIds(*map(transposed, best))

@@ -78,6 +78,11 @@ class FusedLayer:
             self.last_metrics = result._make(x.T if x.dim() == 2 else x for x in detached)
         return result.loss, result.correct
 
+    def keywords_of_logits(self: Any, weight: Tensor, scale: float) -> dict[str, Any]:
+        """Return keywords of a call that has no loss options: ``keywords_for``, and the model's."""
+        own = {name: self.loss_keywords[name] for name in ("softcap", "vocab_size", "impl")}
+        return {**own, **self.keywords_for(weight, scale)}
+
     def keywords_for(self: Any, weight: Tensor, scale: float) -> dict[str, Any]:
         """Return keywords of a call that are the layer's own; ``scale`` is the model's (MuP)."""
         fuses = self.gradient_accumulation_fusion

@@ -14,7 +14,7 @@ from flce_dist.divergence import (
 )
 from flce_dist.megatron.token_scores import instead_of_logits, owner_of, transposed
 
-_OF_TEACHER = ("bias", "logit_scale")  # of ``keywords_for``
+_OF_TEACHER = ("bias", "logit_scale", "softcap")  # of ``keywords_of_logits``
 
 
 class _Head(NamedTuple):
@@ -83,9 +83,8 @@ def divergence(
 
 
 def _head_of(layer: Any, hidden: Tensor, weight: Tensor, *, scale: float) -> _Head:
-    keywords = layer.keywords_for(weight, scale)
-    keywords = {f"teacher_{name}": keywords[name] for name in _OF_TEACHER}
-    return _Head(hidden, weight, {**keywords, "teacher_softcap": layer.loss_keywords["softcap"]})
+    keywords = layer.keywords_of_logits(weight, scale)
+    return _Head(hidden, weight, {f"teacher_{name}": keywords[name] for name in _OF_TEACHER})
 
 
 def _divergence_of(
@@ -100,8 +99,7 @@ def _divergence_of(
     options: dict[str, Any],
 ) -> tuple[Tensor, ...]:
     """Return the divergence, and any metrics, of hidden [s, b, H]: [s, b] each."""
-    own = {name: layer.loss_keywords[name] for name in ("softcap", "vocab_size", "impl")}
-    keywords = {**options, **own, **head.keywords, **layer.keywords_for(weight, scale)}
+    keywords = {**options, **head.keywords, **layer.keywords_of_logits(weight, scale)}
     call: Any = linear_divergence_with_metrics if with_metrics else linear_divergence
     outputs = call(hidden, weight, head.hidden, head.weight, reduction=reduction, **keywords)
     return tuple(transposed(x) for x in (outputs if with_metrics else (outputs,)))

@@ -80,8 +80,7 @@ def _scores_of(layer: Any, hidden: Tensor, weight: Tensor, *, scale: float, **gi
     if given["offsets"] is not None and hidden.shape[1] != 1:
         raise ValueError(f"offsets need a batch of one row, got {hidden.shape[1]}")
     given = {name: transposed(x) for name, x in given.items()}
-    options = {name: layer.loss_keywords[name] for name in ("softcap", "vocab_size", "impl")}
-    found = linear_logprob(hidden, weight, **given, **options, **layer.keywords_for(weight, scale))
+    found = linear_logprob(hidden, weight, **given, **layer.keywords_of_logits(weight, scale))
     return TokenScores(*map(transposed, found))
 
 
