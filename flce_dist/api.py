@@ -1,9 +1,5 @@
 """The public functions.  T tokens, V vocabulary rows on this rank, H hidden size, P ranks."""
 
-import inspect
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +14,7 @@ from flce_dist.arguments.options import (
     ScheduleOption,
     keywords_of,
     names_meant,
+    signed_like,
 )
 from flce_dist.arguments.prepare import (
     Arguments,
@@ -31,9 +28,6 @@ from flce_dist.arguments.rank_check import check_alike, tell_refusal
 from flce_dist.core import compiled
 from flce_dist.core.autograd import differentiable, refuse_transforms
 from flce_dist.core.call import Call, LossWithMetrics, Operands
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 @names_meant
@@ -203,17 +197,7 @@ def linear_cross_entropy(
     return apply("linear_cross_entropy", arguments)[0]
 
 
-def _signed_like(function: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
-    """Show the signature of ``function``, to readers and type checkers."""
-
-    def sign(function_to_sign: Any) -> Any:
-        function_to_sign.__signature__ = inspect.signature(function)
-        return function_to_sign
-
-    return sign
-
-
-@_signed_like(linear_cross_entropy)
+@signed_like(linear_cross_entropy)
 def linear_cross_entropy_with_metrics(
     hidden: Tensor,
     weight: Tensor,

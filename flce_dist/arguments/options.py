@@ -221,6 +221,16 @@ def names_meant(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
+def signed_like(function: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
+    """Show the signature of ``function``, to readers and type checkers."""
+
+    def sign(function_to_sign: Any) -> Any:
+        function_to_sign.__signature__ = inspect.signature(function)
+        return function_to_sign
+
+    return sign
+
+
 @constant_in_graphs
 def _unexpected(function: Callable[..., Any], name: str, options: Iterable[str]) -> str:
     """Return what Python says, and the closest of ``options`` and the function's own keywords."""

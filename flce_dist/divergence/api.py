@@ -10,31 +10,13 @@ from typing_extensions import Unpack
 
 from flce_dist import torch_private
 from flce_dist.arguments import checks, values
-from flce_dist.arguments.options import DivergenceOptions, Kind, keywords_of
+from flce_dist.arguments.options import DivergenceOptions, Kind, keywords_of, signed_like
 from flce_dist.arguments.prepare import Arguments
 from flce_dist.core.autograd import refuse_transforms
 from flce_dist.divergence.prepare import TeacherArguments, checked_teacher, diverged
 from flce_dist.kernels.divergence.formulas import Measure
 
 _LEAST_BETA, _MOST_BETA = math.nextafter(0.0, 1.0), math.nextafter(1.0, 0.0)
-
-
-class _Keywords(DivergenceOptions, total=False):
-    """All keywords of ``linear_divergence``."""
-
-    kind: Kind
-    beta: float
-    labels: Tensor | None
-    bias: Tensor | None
-    token_weight: Tensor | None
-    temperature: float | Tensor
-    teacher_bias: Tensor | None
-    teacher_temperature: float | Tensor | None
-    teacher_softcap: float | None
-    teacher_logit_scale: float
-    teacher_rows: Tensor | None
-    teacher_vocab_range: tuple[int, int] | None
-    tp_group: dist.ProcessGroup | None
 
 
 class DivergenceWithMetrics(NamedTuple):
@@ -148,12 +130,13 @@ def linear_divergence(
     )[0]
 
 
+@signed_like(linear_divergence)
 def linear_divergence_with_metrics(
     hidden: Tensor,
     weight: Tensor,
     teacher_hidden: Tensor,
     teacher_weight: Tensor,
-    **keywords: Unpack[_Keywords],
+    **keywords: Any,
 ) -> DivergenceWithMetrics:
     """``linear_divergence``, whose keywords it takes, that also returns metrics of each token.
 
