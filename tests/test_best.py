@@ -68,6 +68,21 @@ def test_options(impl: str, options: dict[str, Any], k: int) -> None:
     compare_real(best(asked, impl), asked, 1e-4)
 
 
+@interpreted
+@pytest.mark.parametrize("k", [2, 40])
+@pytest.mark.parametrize("shift", [0.0, -100.0], ids=["both signs", "all negative"])
+def test_blocks_are_less_than_a_tile(shift: float, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs, whose tiles are larger. The bound has few bits, also of negative logits."""
+    asked = problem(k=k)
+    assert asked.bias is not None
+    asked = replace(asked, bias=asked.bias + shift)
+    expected = best(asked, "triton")
+    monkeypatch.setattr(shard_pass, "BLOCK_COLUMNS", 16)
+    found = best(asked, "triton")
+    compare(found, asked)
+    assert same_bits(found, expected)
+
+
 @both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_of_half_operands(impl: str, dtype: torch.dtype) -> None:

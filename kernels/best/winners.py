@@ -17,6 +17,7 @@ from flce_dist.kernels.best.keys import LOWEST_KEY, key_of, kth_largest, ordered
 from flce_dist.kernels.tuning import next_power_of_2
 
 AT_ONCE = 1024  # logits that a program reads in one step
+_BOUND_BITS = tl.constexpr(20)  # of the bound: 11 of the mantissa; a step for each
 _SORTED = 128  # least number of keys that are sorted in the end
 
 
@@ -26,7 +27,7 @@ def _keep_best(buffer_ptr, count, k, BUFFER: tl.constexpr):
     tl.debug_barrier()  # all keys have been stored
     i = tl.arange(0, BUFFER)
     keys = tl.load(buffer_ptr + i, mask=i < count, other=LOWEST_KEY)
-    least = kth_largest(keys, k, 64)
+    least = kth_largest(keys, k, 64, 64)
     tl.debug_barrier()  # all keys have been loaded
     is_best = keys >= least
     place = tl.cumsum(is_best.to(tl.int32), axis=0) - 1
@@ -40,7 +41,7 @@ def _winning_blocks(largest_ptr, blocks_ptr, T, t, N, k, BLOCKS: tl.constexpr):
     n = tl.arange(0, BLOCKS)
     largest = tl.load(largest_ptr + n.to(tl.int64) * T + t, mask=n < N, other=-float("inf"))
     rank = ordered(largest)
-    bound = kth_largest(rank, k, 32)
+    bound = kth_largest(rank, k, 32, _BOUND_BITS)
     wins = (rank >= bound) & (largest > -float("inf"))
     place = tl.cumsum(wins.to(tl.int32), axis=0) - 1
     tl.store(blocks_ptr + place, n, mask=wins)
@@ -49,11 +50,11 @@ def _winning_blocks(largest_ptr, blocks_ptr, T, t, N, k, BLOCKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def _winners_kernel(
-    z_ptr, largest_ptr,  # in:  [T, V] fp32, [N, T] fp32: of each block of GROUP_V columns
+    z_ptr, largest_ptr,  # in:  [T, V] fp32, [N, T] fp32: of each block of COLUMNS columns
     blocks_ptr, buffer_ptr,  # scratch: [T, N] int32, [T, BUFFER] int64
     keys_ptr,  # out: [T, k] int64, the best first
     T, V, N, k, stride_z_t, first_id,
-    GROUP_V: tl.constexpr, STEP: tl.constexpr, BLOCKS: tl.constexpr, BUFFER: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, BLOCKS: tl.constexpr, BUFFER: tl.constexpr,
     SORTED: tl.constexpr,
 ):  # fmt: skip
     """A program takes one token, STEP logits at a time."""
@@ -64,10 +65,10 @@ def _winners_kernel(
     bound, num_blocks = _winning_blocks(largest_ptr, blocks_ptr, T, t, N, k, BLOCKS)
     tl.debug_barrier()  # the list is complete
     count = tl.zeros((), tl.int32)
-    for start in range(0, num_blocks, STEP // GROUP_V):
-        i = start + tl.arange(0, STEP) // GROUP_V
+    for start in range(0, num_blocks, STEP // COLUMNS):
+        i = start + tl.arange(0, STEP) // COLUMNS
         block = tl.load(blocks_ptr + i, mask=i < num_blocks, other=0)
-        column = block * GROUP_V + tl.arange(0, STEP) % GROUP_V
+        column = block * COLUMNS + tl.arange(0, STEP) % COLUMNS
         mask = (i < num_blocks) & (column < V)
         z = tl.load(z_ptr + column, mask=mask, other=-float("inf"))
         key = key_of(z, first_id + column)
@@ -92,15 +93,15 @@ def _winners_kernel(
 
 
 def winners(
-    z: Tensor, largest: Tensor, k: int, first_id: int, *, group_v: int, out: Tensor
+    z: Tensor, largest: Tensor, k: int, first_id: int, *, columns: int, out: Tensor
 ) -> None:  # fmt: skip
     """Write the keys of the k best logits of each token to ``out`` [T, k] int64, the best first.
 
-    z is [T, V] fp32 with a unit last stride, ``largest`` [N, T] fp32 the maximum of each group_v of
-    its columns. Where there are fewer than k logits above -inf, LOWEST_KEY follows.
+    z is [T, V] fp32 with a unit last stride, ``largest`` [N, T] fp32 the maximum of each block
+    of ``columns``. Where there are fewer than k logits above -inf, LOWEST_KEY follows.
     """
     (T, V), N = z.shape, len(largest)
-    step = max(AT_ONCE, group_v)
+    step = max(AT_ONCE, columns)
     buffer = next_power_of_2(k + step)
     in_order = min(buffer, max(_SORTED, next_power_of_2(2 * k)))
     _winners_kernel[(T,)](
@@ -108,6 +109,6 @@ def winners(
         out.new_empty(T, N, dtype=torch.int32), out.new_empty(T, buffer),
         out,
         T, V, N, k, z.stride(0), first_id,
-        GROUP_V=group_v, STEP=step, BLOCKS=max(2, next_power_of_2(N)), BUFFER=buffer,
+        COLUMNS=columns, STEP=step, BLOCKS=max(2, next_power_of_2(N)), BUFFER=buffer,
         SORTED=in_order, num_warps=4 if buffer <= 2048 else 8,
     )  # fmt: skip
