@@ -9,12 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.divergence.formulas import MOST_NATS, Measure, PairStats
+from flce_dist.kernels.divergence.formulas import Measure, PairStats
 from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.primitives import cast, computed, exp, softcap_slope
 from flce_dist.kernels.tuning import next_power_of_2
 
-_MOST_NATS = tl.constexpr(MOST_NATS)
 _BLOCK, _BLOCK_OF_SUMS = 4096, 2048  # columns of a token at a time
 _GROUP = 32  # columns whose sum is rounded to _UNIT where sums must not depend on shards
 _UNIT = tl.constexpr(2.0**-34)  # multiples of which add up exactly to 2^18 ids of probability 1
@@ -34,19 +33,21 @@ def _expm1(x):
 
 @triton.jit
 def _log1p(x):
-    """``log(1 + x)`` for x > -1, with the relative accuracy of x near 0 (see primitives.log1p)."""
+    """``log(1 + x)`` for x <= 0, with the relative accuracy of x near 0 (see primitives.log1p)."""
     s = x / (2 + x)
     q = s * s
     series = 1 / 9 + q * (1 / 11 + q * (1 / 13 + q * (1 / 15 + q / 17)))
     series = 2 * s * (1 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * series))))
-    return tl.where((x < 1) & (x > -0.5), series, tl.log(1 + x))
+    return tl.where(x > -0.5, series, tl.log(1 + x))
 
 
 @triton.jit
-def _log_ratio(d, share):
-    """``-log(1 - share + share * e^d)``."""
-    d = tl.where(d > -_MOST_NATS, tl.where(d < _MOST_NATS, d, _MOST_NATS), -_MOST_NATS)
-    return -_log1p(share * _expm1(d))
+def _log_ratios(d, beta):
+    """``log(q / m)`` and ``log(p / m)``: of the larger of p and q one logarithm, near 0."""
+    distance = tl.abs(d)
+    of_larger = -_log1p(tl.where(d > 0, beta, 1 - beta) * _expm1(-distance))
+    of_smaller = of_larger - distance
+    return tl.where(d > 0, of_smaller, of_larger), tl.where(d > 0, of_larger, of_smaller)
 
 
 @triton.jit
@@ -109,8 +110,9 @@ def _pair_sums_kernel(
         elif KIND == "reverse_kl":
             first = _plus(first, _weighted(p, d), GROUP)
         elif KIND == "jsd":
-            first = _plus(first, _weighted(q, _log_ratio(d, 1 - beta)), GROUP)
-            second = _plus(second, _weighted(p, _log_ratio(-d, beta)), GROUP)
+            of_teacher, of_student = _log_ratios(d, beta)
+            first = _plus(first, _weighted(q, of_teacher), GROUP)
+            second = _plus(second, _weighted(p, of_student), GROUP)
         if KIND == "tv" or WITH_METRICS:
             more = tl.where(d > 0, -p * _expm1(-d), 0.0)
         if KIND == "tv":
@@ -208,7 +210,8 @@ def _pair_dlogits_kernel(
         if KIND == "reverse_kl":
             dz = _weighted(p, d - centre)
         elif KIND == "jsd":
-            dz = (1 - beta) * _weighted(p, _log_ratio(-d, beta) - centre)
+            _, of_student = _log_ratios(d, beta)
+            dz = (1 - beta) * _weighted(p, of_student - centre)
         else:
             dz = p * (tl.where(d > 0, 1.0, 0.0) - centre)
     dz *= tl.load(scale_ptr + t)

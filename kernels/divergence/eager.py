@@ -8,7 +8,6 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.divergence.formulas import (  # noqa: F401
-    MOST_NATS,
     Measure,
     PairStats,
     stats_of_totals,
@@ -84,7 +83,8 @@ def pair_dlogits(
         elif measure.kind == "reverse_kl":
             dz = _weighted(p, d - centre)
         elif measure.kind == "jsd":
-            dz = (1 - measure.beta) * _weighted(p, _log_ratio(-d, measure.beta) - centre)
+            _, of_student = _log_ratios(d, measure.beta)
+            dz = (1 - measure.beta) * _weighted(p, of_student - centre)
         else:
             dz = p * ((d > 0).to(p.dtype) - centre)
         dz = dz * scale[at, None] * slope_of(s[at], logits.rows(at))
@@ -105,15 +105,19 @@ def _terms(p: Tensor, q: Tensor, d: Tensor, measure: Measure) -> tuple[Tensor, .
     if measure.kind == "reverse_kl":
         return (_weighted(p, d),)
     if measure.kind == "jsd":
-        a, b = _log_ratio(d, 1 - measure.beta), _log_ratio(-d, measure.beta)
-        return _weighted(q, a), _weighted(p, b)
+        of_teacher, of_student = _log_ratios(d, measure.beta)
+        return _weighted(q, of_teacher), _weighted(p, of_student)
     above = d > 0
     return (p * -(-d).expm1()).where(above, 0.0), p.where(above, 0.0)
 
 
-def _log_ratio(d: Tensor, share: float) -> Tensor:
-    """Return ``-log(1 - share + share * e^d)``."""
-    return -(share * d.clamp(-MOST_NATS, MOST_NATS).expm1()).log1p()
+def _log_ratios(d: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Return ``log(q / m)`` and ``log(p / m)``."""
+    is_above, distance = d > 0, d.abs()
+    share = torch.full_like(d, 1 - beta).masked_fill_(is_above, beta)
+    of_larger = -(share * (-distance).expm1()).log1p()
+    of_smaller = of_larger - distance
+    return of_smaller.where(is_above, of_larger), of_larger.where(is_above, of_smaller)
 
 
 def _weighted(p: Tensor, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ teacher_log_total``: a constant in either's logits costs no accuracy, and equal 
     reverse_kl  sum p d                                       p (d - centre), centre the value
     jsd         beta sum q a + (1 - beta) sum p b             (1 - beta) p (b - centre),
                   a = log(q / m) = -log1p((1 - beta) (e^d - 1))   centre = sum p b
-                  b = log(p / m) = -log1p(beta (e^-d - 1))
+                  b = log(p / m) = -log1p(beta (e^-d - 1)) = a + d
     tv          sum of p - q where p > q                      p ([p > q] - centre),
                                                                   centre = sum of p where p > q
 
@@ -26,8 +26,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-MOST_NATS = 80.0  # of d in exponentials: beyond, what it is multiplied by is 0 in fp32
 
 
 class Measure(NamedTuple):
