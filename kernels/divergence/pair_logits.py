@@ -208,5 +208,5 @@ def pair_logits(
         launch.num_v, T,
         rows.stride(0),
         WEIGHED=first is not None,
-        BLOCK_N=min(64, next_power_of_2(launch.num_v)), BLOCK_T=block_t, num_warps=4,
+        BLOCK_N=min(512, next_power_of_2(launch.num_v)), BLOCK_T=block_t, num_warps=4,
     )  # fmt: skip
