@@ -4,7 +4,8 @@
     python -m tests.results show --out runs/results
 
 docs/results.yaml has the command that measures each file on which machine, and what is shown of it.
-Files of one GPU are measured side by side; those of ``alone``, the host's times, one by one.
+Files are measured side by side where there are GPUs for it; those of ``alone``, the host's times,
+one by one.
 A table stands behind a line ``<!-- table: its name -->``, ``<!--name-->`` behind a range, or behind
 the largest number of one. Where a page says ``commit 1234567`` and then links to a file of
 docs/results, the commit is the file's.
@@ -124,7 +125,9 @@ def written(text: str) -> str:
 def commands(machine: str, out: Path) -> dict[str, list[list[str]]]:
     """Return the commands that measure each file of a machine; of verify's, one for each part."""
     of = spec()["machines"][machine]
-    start = [sys.executable if word == "python" else word for word in of["start"].split()]
+    start = [sys.executable]
+    if of["gpus"] > 1:
+        start = ["torchrun", "--standalone", "--nproc-per-node", str(of["gpus"])]
     found = {}
     for name, arguments in of["files"].items():
         program, *rest = arguments.split()
@@ -145,13 +148,21 @@ def run(command: list[str], gpus: str, output: TextIO | None = None) -> int:
     return subprocess.run(command, env=environment, stdout=output, stderr=output).returncode
 
 
-def measure(command: list[str], gpus: "SimpleQueue[str]") -> int:
-    """Run a command on one of these GPUs, which no other command then uses."""
-    gpu = gpus.get()
+def measure(command: list[str], groups: "SimpleQueue[str]") -> int:
+    """Run a command on one of these groups of GPUs, which no other command then uses."""
+    gpus = groups.get()
     try:
-        return run(command, gpu)
+        return run(command, gpus)
     finally:
-        gpus.put(gpu)
+        groups.put(gpus)
+
+
+def groups_of_gpus(size: int) -> list[str]:
+    """Cut the visible GPUs into groups of so many, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = named.split(",") if named else list(map(str, range(torch.cuda.device_count())))
+    whole = len(gpus) - len(gpus) % size
+    return [",".join(gpus[i : i + size]) for i in range(0, whole, size)] or [",".join(gpus)]
 
 
 def closest(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -180,18 +191,18 @@ def closest(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {"about": about, "records": list(rows.values())}
 
 
-def verify(name: str, parts: list[list[str]], gpus: list[str], out: Path) -> int:
+def verify(name: str, parts: list[list[str]], groups: list[str], out: Path) -> int:
     """Run the parts at once, since they compile for longer than they compute; write the file."""
 
-    def run_part(part: list[str], gpu: str) -> int:
+    def run_part(part: list[str], gpus: str) -> int:
         file = Path(part[-1])
         if file.exists():
             return 0
         with file.with_suffix(".log").open("w") as log:
-            return run(part, gpu, log)
+            return run(part, gpus, log)
 
     with ThreadPoolExecutor(len(parts)) as pool:
-        status = max(pool.map(run_part, parts, itertools.cycle(gpus)))
+        status = max(pool.map(run_part, parts, itertools.cycle(groups)))
     files = [Path(part[-1]) for part in parts]
     if all(file.exists() for file in files):
         write_json(out / f"{name}.json", closest([json.loads(x.read_text()) for x in files]))
@@ -199,21 +210,19 @@ def verify(name: str, parts: list[list[str]], gpus: list[str], out: Path) -> int
 
 
 def measure_all(machine: str, out: Path) -> int:
-    """Measure what is alone, then side by side where a file takes one GPU; verify at last."""
+    """Measure what is alone, then side by side, each on GPUs of its own; verify at last."""
     of, todo = spec()["machines"][machine], commands(machine, out)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or range(torch.cuda.device_count())
-    gpus = visible.split(",") if isinstance(visible, str) else list(map(str, visible))
-    gpus = gpus if of["start"] == "python" and gpus else [",".join(gpus)]
+    groups = groups_of_gpus(of["gpus"])
     out.mkdir(parents=True, exist_ok=True)
     free: SimpleQueue[str] = SimpleQueue()
-    for gpu in gpus:
-        free.put(gpu)
-    measured = partial(measure, gpus=free)
+    for gpus in groups:
+        free.put(gpus)
+    measured = partial(measure, groups=free)
     checks = {name: todo.pop(name) for name in list(todo) if name.startswith("verify")}
     status = [measured(*todo.pop(name)) for name in of["alone"]]
-    with ThreadPoolExecutor(len(gpus)) as pool:
+    with ThreadPoolExecutor(len(groups)) as pool:
         status += pool.map(measured, [command for (command,) in todo.values()])
-    return max(*status, *(verify(name, parts, gpus, out) for name, parts in checks.items()), 0)
+    return max(*status, *(verify(name, parts, groups, out) for name, parts in checks.items()), 0)
 
 
 def show(new: Path) -> None:
