@@ -15,6 +15,7 @@ from flce_dist.launch.bench.files import ProfiledRun, write_profiles, write_resu
 from flce_dist.launch.bench.profiles import Activity, Profile, profile_of
 from flce_dist.launch.plot import __main__ as plot
 from flce_dist.launch.plot.figures import best, dial, memory, shares, timeline
+from flce_dist.launch.plot.overview import overview
 from flce_dist.launch.plot.scaling import efficiency, scaling
 from flce_dist.launch.yaml_config import ConfigError
 from tests.figures import ABOUT, GRADIENTS, MIB, assert_readable, record, texts
@@ -37,6 +38,23 @@ def test_each_file_gives_the_pictures_that_it_has_records_for(tmp_path, capsys):
     assert {path.stem for path in (tmp_path / "figures").glob("*.png")} == expected
     assert all(path.stat().st_size > 5000 for path in (tmp_path / "figures").iterdir())
     assert str(tmp_path / "figures" / "dial-dial.png") in capsys.readouterr().out
+
+
+def test_an_overview_has_time_and_memory_of_each_number_of_ranks():
+    ours = record("triton", 10.5, schedule="auto", workspace_mib=50.0)
+    dialled = replace(ours, max_logits_bytes=64 * MIB)
+    on_two = [replace(r, P=2) for r in (ours, record("megatron_fused", 20.0))]
+    figure: Any = overview([[*GRADIENTS, ours, dialled], DIAL, on_two])
+    times, memories, times_on_two, _ = figure.axes
+    labels = [label.get_text() for label in times.get_yticklabels()]
+    assert labels == ["PyTorch, fp32 logits", "cut-cross-entropy", "ours, auto"]
+    assert [bar.get_width() for bar in times.patches] == [15.0, 40.0, 10.5]
+    assert texts(figure) == ["15.0", "40.0 (wrong)", "10.5"]
+    assert [bar.get_width() for bar in memories.patches] == [100.0, 100.0, 50.0]
+    assert times.lines[0].get_xdata()[0] == 10.0  # three GEMMs
+    assert [bar.get_width() for bar in times_on_two.patches] == [10.5, 20.0]
+    assert_readable(figure)
+    assert overview([DIAL]) is None
 
 
 def test_memory_names_what_is_wrong_or_failed():

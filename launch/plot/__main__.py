@@ -3,7 +3,8 @@
     python -m flce_dist.launch.plot runs/bench/peers.json runs/bench/dial.json --out runs/figures
 
 A file name.json gives the figures that its records are enough for: name-memory.png, name-dial.png,
-name-shares.png and name-best.png. A profile, name.profile.json, gives name-timeline.png, and files
+name-shares.png and name-best.png. Files of one kind of GPU that have other implementations beside
+ours give first_name-overview.png. A profile, name.profile.json, gives name-timeline.png, and files
 of one grid, commit and kind of GPU on different numbers of ranks give first_name-scaling.png.
 """
 
@@ -19,6 +20,7 @@ from matplotlib.figure import Figure
 from flce_dist.launch.about import caption
 from flce_dist.launch.bench.files import read_profiles, read_results
 from flce_dist.launch.plot.figures import best, dial, memory, shares, timeline
+from flce_dist.launch.plot.overview import overview
 from flce_dist.launch.plot.scaling import ResultFile, one_grid, scaling
 from flce_dist.launch.write import write_figure
 from flce_dist.launch.yaml_config import require
@@ -68,6 +70,10 @@ def draw(results: list[Path], out: Path) -> list[Path]:
         path, about, _ = alike[0]
         figure = scaling([record for _, _, records in alike for record in records])
         found[out / f"{path.stem}-scaling.png"] = figure, {**about, "ranks": 1}
+    for files in by_hardware.values():
+        path, about, _ = files[0]
+        figure = overview([records for _, _, records in files])
+        found[out / f"{path.stem}-overview.png"] = figure, {**about, "ranks": 1}
     drawn = {path: (figure, about) for path, (figure, about) in found.items() if figure}
     for path, (figure, about) in drawn.items():
         below = caption(about, figure.get_figwidth())
