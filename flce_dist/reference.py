@@ -100,9 +100,15 @@ def reference_linear_logprob(
 
 
 def reference_linear_top_k(
-    hidden: Tensor, weight: Tensor, k: int, *, labels: Tensor | None = None,
-    ignore_index: int = -100, top_p: float | None = None, **of_logits: Unpack[LogitOptions],
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    labels: Tensor | None = None,
+    ignore_index: int = -100,
+    top_p: float | None = None,
+    **of_logits: Unpack[LogitOptions],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return ``(ids, logprob, lse, label_logprob, label_rank)``; arguments as ``linear_top_k``.
 
     By a stable sort of all logits, which are as in ``reference_linear_cross_entropy``.

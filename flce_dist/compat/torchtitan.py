@@ -75,10 +75,17 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         group = mesh.get_group("tp") if mesh and "tp" in (mesh.mesh_dim_names or ()) else None
         rows = vocab_range(V_all, group_rank(group), group_size(group))
         loss = linear_cross_entropy(
-            _local(hidden), _local(weight), _local(labels), bias=bias, reduction="sum",
-            vocab_size=V_all, vocab_range=rows, tp_group=group, reduce_dhidden=False,
+            _local(hidden),
+            _local(weight),
+            _local(labels),
+            bias=bias,
+            reduction="sum",
+            vocab_size=V_all,
+            vocab_range=rows,
+            tp_group=group,
+            reduce_dhidden=False,
             **self.options,
-        )  # fmt: skip
+        )
         if not isinstance(labels, DTensor):
             return loss
         sums = [Partial() if has.is_shard() else Replicate() for has in labels.placements]

@@ -10,10 +10,15 @@ from flce_dist.arguments.options import Reduction
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float | Tensor = 1.0,
-    reduction: Reduction = "none", dist_process_group: dist.ProcessGroup | None = None,
-    *, sequence_first: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float | Tensor = 1.0,
+    reduction: Reduction = "none",
+    dist_process_group: dist.ProcessGroup | None = None,
+    *,
+    sequence_first: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Return ``(logprobs, entropy)`` of all tokens, fp32 and flat, both differentiable.
 
     Args:
@@ -37,9 +42,14 @@ def linear_cross_entropy(
     if isinstance(temperature, Tensor):
         temperature = temperature.reshape(-1)
     out = linear_cross_entropy_with_metrics(
-        hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature=temperature,
-        reduction=reduction, tp_group=dist_process_group, reduce_dhidden=False,
-    )  # fmt: skip
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        labels.reshape(-1),
+        temperature=temperature,
+        reduction=reduction,
+        tp_group=dist_process_group,
+        reduce_dhidden=False,
+    )
     return -out.loss, out.entropy
 
 

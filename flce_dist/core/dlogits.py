@@ -77,9 +77,13 @@ def dlogits(
 
 
 def _recompute(
-    call: Call, chunk: Chunk, rows: RowGradient, window: Window, n_counted: Tensor | None,
+    call: Call,
+    chunk: Chunk,
+    rows: RowGradient,
+    window: Window,
+    n_counted: Tensor | None,
     out: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     assert chunk.logits is not None and chunk.gather is not None
     chunk.gather.wait()
     logits = chunk.logits.columns(window.start, window.end)._replace(n_counted=n_counted)

@@ -22,9 +22,16 @@ from flce_dist.hf.layers import FusedLayer, is_known, layers_of, why_real
 from flce_dist.hf.symbolic import Recording
 
 _FIXED: dict[str, Any] = dict(  # what the model decides, or the plug-in does not support
-    reduction="mean", ignore_index=-100, softcap=None, logit_scale=1.0, vocab_range=None,
-    sequence_parallel=False, sequence_dim=0, reduce_dhidden=True, accumulate_dweight=False,
-)  # fmt: skip
+    reduction="mean",
+    ignore_index=-100,
+    softcap=None,
+    logit_scale=1.0,
+    vocab_range=None,
+    sequence_parallel=False,
+    sequence_dim=0,
+    reduce_dhidden=True,
+    accumulate_dweight=False,
+)
 OURS_ALONE = ("label_smoothing", "z_loss_weight", "vocab_size")
 """Options that change the loss, and that a model's own loss lacks."""
 

@@ -10,10 +10,16 @@ from flce_dist.megatron.token_scores import instead_of_logits, transposed
 
 
 def best_ids(
-    model: Any, *args: Any, k: int | None = None, labels: Tensor | None = None,
-    top_p: float | None = None, temperature: float | Tensor = 1.0, tp_invariant: bool = False,
-    ignore_index: int = -100, **kwargs: Any,
-) -> Any:  # fmt: skip
+    model: Any,
+    *args: Any,
+    k: int | None = None,
+    labels: Tensor | None = None,
+    top_p: float | None = None,
+    temperature: float | Tensor = 1.0,
+    tp_invariant: bool = False,
+    ignore_index: int = -100,
+    **kwargs: Any,
+) -> Any:
     """Run ``model(*args, **kwargs)`` without labels; return the best ids of its tokens.
 
     The model is one that ``use_linear_cross_entropy`` was called with, or what wraps it. Its
@@ -31,9 +37,14 @@ def best_ids(
         tensor-parallel ranks. On a pipeline stage without output layer what the model returns.
     """
     compute = functools.partial(
-        _best_of, k=k, labels=labels, top_p=top_p, temperature=temperature,
-        tp_invariant=tp_invariant, ignore_index=ignore_index,
-    )  # fmt: skip
+        _best_of,
+        k=k,
+        labels=labels,
+        top_p=top_p,
+        temperature=temperature,
+        tp_invariant=tp_invariant,
+        ignore_index=ignore_index,
+    )
     return instead_of_logits(model, BestIds, compute, args, kwargs)
 
 

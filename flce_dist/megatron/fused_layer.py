@@ -96,9 +96,12 @@ class FusedLayer:
         if bias is not None and scale != 1.0:
             bias = bias * scale  # Megatron scales logits that contain it
         return {
-            "logit_scale": scale, "bias": bias, "tp_group": self.tp_group,
-            "sequence_parallel": self.sequence_parallel, "accumulate_dweight": fuses,
-        }  # fmt: skip
+            "logit_scale": scale,
+            "bias": bias,
+            "tp_group": self.tp_group,
+            "sequence_parallel": self.sequence_parallel,
+            "accumulate_dweight": fuses,
+        }
 
 
 def _by_sequence(x: Tensor, ranks: int) -> Tensor:

@@ -23,9 +23,14 @@ from flce_dist.megatron import checks, watchers
 from flce_dist.megatron.symbolic import SymbolicHead, SymbolicLogits, check_result
 
 _FIXED: dict[str, Any] = dict(
-    sequence_parallel=False, sequence_dim=0, vocab_range=None, reduce_dhidden=True,
-    reduce_in_fp32=False, tp_invariant=False, accumulate_dweight=False,
-)  # fmt: skip
+    sequence_parallel=False,
+    sequence_dim=0,
+    vocab_range=None,
+    reduce_dhidden=True,
+    reduce_in_fp32=False,
+    tp_invariant=False,
+    accumulate_dweight=False,
+)
 """Options that the model decides or the output layer does not support."""
 
 _FUSED = "megatron.core.transformer.linear_cross_entropy"

@@ -38,9 +38,14 @@ class LogitsSaverHooks(logits_saver.LogitsSaverHooks):
         self._layers.clear()
 
     def _forward(
-        self, layer: Any, real: Any, input_: Tensor, weight: Tensor | None = None, *args: Any,
+        self,
+        layer: Any,
+        real: Any,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        *args: Any,
         **kwargs: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
+    ) -> tuple[Tensor, None]:
         """Return zeros that depend on hidden and weight, as Megatron's zero loss does."""
         if not layer.training:
             return real(input_, weight, *args, **kwargs)
@@ -63,10 +68,13 @@ class LogitsSaverHooks(logits_saver.LogitsSaverHooks):
         """
         layer, hidden, weight = logits
         best = linear_top_k(
-            hidden, weight, min(self.k, layer.output_size),
-            bias=None if layer.skip_bias_add else layer.bias, tp_group=self.tp_group,
+            hidden,
+            weight,
+            min(self.k, layer.output_size),
+            bias=None if layer.skip_bias_add else layer.bias,
+            tp_group=self.tp_group,
             sequence_parallel=layer.sequence_parallel,
-        )  # fmt: skip
+        )
         if self.tp_rank != 0:
             return None
         values, ids = best.logprob, best.ids

@@ -12,10 +12,18 @@ from flce_dist.scores import TokenScores, linear_logprob
 
 
 def scores(
-    model: Any, ids: Tensor, *args: Any, offsets: Tensor | None = None, over: Over = "vocabulary",
-    temperature: float | Tensor = 1.0, with_entropy: bool = False, tp_invariant: bool = False,
-    schedule: ScheduleOption = "auto", max_logits_bytes: int | None = None, **kwargs: Any,
-) -> Any:  # fmt: skip
+    model: Any,
+    ids: Tensor,
+    *args: Any,
+    offsets: Tensor | None = None,
+    over: Over = "vocabulary",
+    temperature: float | Tensor = 1.0,
+    with_entropy: bool = False,
+    tp_invariant: bool = False,
+    schedule: ScheduleOption = "auto",
+    max_logits_bytes: int | None = None,
+    **kwargs: Any,
+) -> Any:
     """Run ``model(*args, **kwargs)`` without labels; return scores of its tokens at ``ids``.
 
     The model is one that ``use_linear_cross_entropy`` was called with, or what wraps it. Its
@@ -31,17 +39,26 @@ def scores(
         without output layer what the model returns.
     """
     compute = functools.partial(
-        _scores_of, ids=ids, offsets=offsets, over=over, temperature=temperature,
-        with_entropy=with_entropy, tp_invariant=tp_invariant, schedule=schedule,
+        _scores_of,
+        ids=ids,
+        offsets=offsets,
+        over=over,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        tp_invariant=tp_invariant,
+        schedule=schedule,
         max_logits_bytes=max_logits_bytes,
-    )  # fmt: skip
+    )
     return instead_of_logits(model, TokenScores, compute, args, kwargs)
 
 
 def instead_of_logits(
-    model: Any, kind: Callable[..., Any], compute: Callable[..., Any], args: tuple[Any, ...],
+    model: Any,
+    kind: Callable[..., Any],
+    compute: Callable[..., Any],
+    args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> Any:  # fmt: skip
+) -> Any:
     """Run ``model(*args, **kwargs)``, whose output layer does ``compute``; return what that does.
 
     That is of this kind of tuple, of which a wrapper of the model may make a plain one.
