@@ -61,10 +61,10 @@ def test_a_smaller_shard_stays_within_the_budget_with_lent_windows(missing: int)
     )  # fmt: skip
     assert isinstance(chosen, InForward) and len(chosen.lending) > 2 and len(chosen.chunks()) == 1
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
-    hidden, weight = torch.empty(T, H, **options), torch.empty(V - missing, H, **options)
+    weight = torch.empty(V - missing, H, **options)
     call: Any = SimpleNamespace(V=V - missing, cache_dtype=torch.bfloat16)
-    operands: Any = SimpleNamespace(hidden=hidden)
-    cache = chosen._chunk_cache(call, operands, torch.empty_like(weight), (0, T))
+    logits: Any = SimpleNamespace(T=T, H=H, weight=weight)
+    cache = chosen._chunk_cache(call, logits, torch.empty_like(weight), lends=True)
     new = [x for x in cache.windows if x.untyped_storage().nbytes() != weight.nbytes]
     window = T * 2 * chosen.window_v if cache.width < V - missing else 0
     assert sum(x.untyped_storage().nbytes() for x in new) + window <= limit

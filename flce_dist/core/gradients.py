@@ -23,6 +23,20 @@ def new_dweight(weight: Tensor, dtype: torch.dtype) -> Accumulator:
     return Accumulator(out, False)
 
 
+def new_dhidden(call: Call, weight: Tensor, places: Tensor | None = None) -> TokenSum:
+    """Return the sum of dhidden over ranks, with a buffer for this rank's share [T, H]."""
+    in_fp32 = call.options.reduce_in_fp32 and call.reduces_dhidden
+    return transport.token_sum(
+        (call.T, weight.shape[1]),
+        call.stats_dtype if in_fp32 else call.dtype,
+        weight.device,
+        call.tp_group if call.reduces_dhidden else None,
+        sequence_parallel=call.options.sequence_parallel,
+        places=places,
+        T_all=call.T_all,
+    )
+
+
 def row_gradient(
     request: Backward,
     stats: TokenStats,
@@ -63,16 +77,7 @@ class Gradients:
         self.call, self.weight = call, operands.weight
         self.dhidden: TokenSum | None = None
         if call.needs.hidden:
-            in_fp32 = call.options.reduce_in_fp32 and call.reduces_dhidden
-            self.dhidden = transport.token_sum(
-                (call.T, self.weight.shape[1]),
-                call.stats_dtype if in_fp32 else call.dtype,
-                self.weight.device,
-                call.tp_group if call.reduces_dhidden else None,
-                sequence_parallel=call.options.sequence_parallel,
-                places=operands.places,
-                T_all=call.T_all,
-            )
+            self.dhidden = new_dhidden(call, self.weight, operands.places)
         self.dweight: Tensor | None
         self.dweight, self.accumulates = accumulator or (None, False)
         if self.dweight is not None and not self.accumulates and call.V < len(self.weight):

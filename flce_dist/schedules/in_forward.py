@@ -1,5 +1,6 @@
 """The schedule in_forward.  T = tokens of the group, V = real rows here, H = hidden size."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -7,15 +8,19 @@ import torch
 from torch import Tensor
 
 from flce_dist.core.call import Backward, Call, Metrics, Operands, Results, Saved
-from flce_dist.core.dlogits import Chunk
+from flce_dist.core.dlogits import Chunk, Elements
 from flce_dist.core.gradients import Gradients, new_dweight
 from flce_dist.core.statistics import Pass
-from flce_dist.kernels.logits.operands import ColumnCache, new_window
+from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, new_window
+from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 from flce_dist.schedules.windows import Sizes
 
 LentWindows = tuple[tuple[int, int], ...]  # (columns, row of dweight where they lie)
+
+Factors = Callable[[TokenStats, ShardLogits, tuple[int, int]], tuple[RowGradient, Elements | None]]
+"""What D of a chunk is made of, from its statistics, its logits and its range of tokens."""
 
 
 class SavedGradients(NamedTuple):
@@ -51,7 +56,7 @@ class InForward(Sizes):
         return list(zip(starts, [*starts[1:], self.T], strict=True))
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
-        one, token_weight = Pass(call, operands), operands.token_weight
+        one = Pass(call, operands)
         # In fp16 the gradient of a mean may underflow before backward applies the loss scale.
         norm = one.early_norm()
         late_norm, early_norm = (norm, None) if call.is_from_lse else (None, norm)
@@ -61,49 +66,63 @@ class InForward(Sizes):
             dtype = call.dtype if rounds_once else call.stats_dtype
             accumulator = new_dweight(operands.weight, dtype)
         gradients = Gradients(call, operands, accumulator)
-        losses, metrics = [], []
 
-        for first, last in self.chunks():
-            chunk, tokens = one.logits.tokens(first, last), (first, last)
-            weights = None if token_weight is None else token_weight[first:last]
-            if first in (0, self.first_t):
-                cache = part = ColumnCache()  # frees the last one before the next is allocated
-                cache = self._chunk_cache(call, operands, gradients.dweight, tokens)
-            part = cache.tokens(0, last - first)
-            stats, loss = one.chunk_loss(tokens, part)
-            losses.append(loss)
-            metrics.append(one.metrics(stats, tokens))
+        def of_loss(
+            stats: TokenStats, logits: ShardLogits, tokens: tuple[int, int]
+        ) -> tuple[RowGradient, None]:
+            weights = operands.token_weight
             rows = call.kernels.row_gradient(
                 stats,
-                chunk.labels,
-                weights,
+                logits.labels,
+                None if weights is None else weights[slice(*tokens)],
                 early_norm,
                 None,
                 call.loss_terms,
                 from_lse=call.is_from_lse,
-                inverse_temperature=chunk.inverse_temperature,
+                inverse_temperature=logits.inverse_temperature,
             )
-            dlogits = Chunk(
-                tokens=tokens,
-                labels=chunk.labels,
-                stats=stats,
-                rows=rows,
-                cache=part,
-                gather=one.gather,
-                logits=chunk,
-                window_v=self.window_v,
-                n_counted=chunk.n_counted,
-            )
-            gradients.add(dlogits)
-            del dlogits  # its cache is freed before the next is allocated
+            return rows, None
 
-        del cache, part  # before dweight exists twice
+        stats, losses = self.add_chunks(one, gradients, of_loss)
+        metrics = [one.metrics(*of) for of in zip(stats, self.chunks(), strict=True)]
         loss, of_tokens = one.finished(losses, metrics)
         dhidden, dweight, dbias = gradients.finished(rounds_dbias=False)
         if dweight is not None:
             dweight = dweight.to(_saved_dtype(call.dtype))
         labels = _labels_of_dhidden(call, operands) if call.options.reduction == "none" else None
         return loss, of_tokens, SavedGradients(late_norm, dhidden, dweight, dbias, labels)
+
+    def add_chunks(
+        self, one: Pass, gradients: Gradients, factors: Factors
+    ) -> tuple[list[TokenStats], list[Tensor]]:
+        """Add the gradients that ``factors`` make; return statistics and losses of all chunks."""
+        call, stats, losses = one.call, [], []
+        for tokens in self.chunks():
+            first, last = tokens
+            logits = one.logits.tokens(first, last)
+            if first in (0, self.first_t):
+                cache = part = ColumnCache()  # frees the last one before the next is allocated
+                cache = self._chunk_cache(call, logits, gradients.dweight, lends=first == 0)
+            part = cache.tokens(0, last - first)
+            of_chunk, loss = one.chunk_loss(tokens, part)
+            stats.append(of_chunk)
+            losses.append(loss)
+            rows, elements = factors(of_chunk, logits, tokens)
+            dlogits = Chunk(
+                tokens=tokens,
+                labels=logits.labels,
+                stats=of_chunk,
+                rows=rows,
+                cache=part,
+                gather=one.gather,
+                logits=logits,
+                window_v=self.window_v,
+                elements=elements,
+                n_counted=logits.n_counted,
+            )
+            gradients.add(dlogits)
+            del dlogits  # its cache is freed before the next is allocated
+        return stats, losses
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         def new(x: Tensor | None, dtype: torch.dtype, needed: bool) -> Tensor | None:
@@ -131,12 +150,11 @@ class InForward(Sizes):
         return times_upstream(request)
 
     def _chunk_cache(
-        self, call: Call, operands: Operands, dweight: Tensor | None, tokens: tuple[int, int]
+        self, call: Call, logits: ShardLogits, dweight: Tensor | None, *, lends: bool
     ) -> ColumnCache:
         """Return windows for the exponentials of a chunk of tokens, lent ones first."""
-        (start_t, end_t), dtype = tokens, call.cache_dtype
-        T, H, windows = end_t - start_t, operands.hidden.shape[1], []
-        lending = self.lending if start_t == 0 and dweight is not None else ()
+        T, H, dtype, windows = logits.T, logits.H, call.cache_dtype, []
+        lending = self.lending if lends and dweight is not None else ()
         column_bytes = T * dtype.itemsize
         for columns, row in lending:
             assert dweight is not None
@@ -151,7 +169,7 @@ class InForward(Sizes):
         as_planned = lent == sum(columns for columns, _ in self.lending)
         columns = self.cached_columns(call.V, column_bytes, lent=lent, lent_as_planned=as_planned)
         if columns > lent:
-            windows.append(new_window(T, columns - lent, dtype, operands.hidden.device))
+            windows.append(new_window(T, columns - lent, dtype, logits.weight.device))
         return ColumnCache(tuple(windows))
 
 
