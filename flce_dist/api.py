@@ -214,7 +214,8 @@ def linear_cross_entropy_with_metrics(
     Metrics use the logits after softcap and temperature, without label smoothing, z-loss and token
     weights. If a gradient other than 0 arrives through the entropy, backward computes all logits
     again, even cached columns; with schedule="in_forward" one through lse, logprob or entropy
-    raises. With
+    raises. Where hidden alone needs a gradient, ``linear_logprob`` of one id gives lse and logprob
+    by two GEMMs, without the entropy. With
     ``flce_dist.filtered.schedule`` the result is ``flce_dist.filtered.FilteredLossWithMetrics``.
     """
     checked = checks.checked_options(

@@ -93,7 +93,9 @@ def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
 
     def scale_rows() -> None:
         hidden = logits.hidden
-        gpu.scale_rows(hidden, token, logits.labels, ignore_index=-100, out=hidden)
+        gpu.scale_rows(
+            hidden, token, logits.labels, ignore_index=-100, plus=(token, hidden), out=hidden
+        )  # fmt: skip
 
     def dlogits(*affine: torch.Tensor, of: ShardLogits = logits) -> None:
         gpu.dlogits(of, token, token, affine, out=out)

@@ -3,6 +3,7 @@
 T tokens, V_all vocabulary rows, H hidden size, K ids per token, N ids of all.
 """
 
+import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +29,10 @@ each_over = pytest.mark.parametrize("over", ["vocabulary", "ids"])
 
 @dataclass(frozen=True)
 class Scored:
-    """Tensors and options of one call; ``upstream`` are gradients by name of scores."""
+    """Tensors and options of one call; ``upstream`` are gradients by name of scores.
+
+    ``trained`` names the operands that need a gradient.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -36,6 +40,7 @@ class Scored:
     ids: Tensor
     options: dict[str, Any]
     upstream: dict[str, Tensor]
+    trained: tuple[str, ...] = ("hidden", "weight", "bias")
 
     def to(self, dtype: torch.dtype) -> "Scored":
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -83,7 +88,7 @@ def problem(
 def run(call: Any, given: Scored, **options: Any) -> Outcome:
     """Scores, and the gradients of all of them together."""
     leaves = {
-        name: getattr(given, name).detach().clone().requires_grad_()
+        name: getattr(given, name).detach().clone().requires_grad_(name in given.trained)
         for name in ("hidden", "weight", "bias")
         if getattr(given, name) is not None
     }
@@ -141,12 +146,17 @@ def check(given: Scored, impl: str, **options: Any) -> Outcome:
     return actual
 
 
-def of_ranks(given: Scored, P: int, impl: str = "eager", **options: Any) -> list[Outcome]:
-    """Results of each of P ranks, with its ``calls``."""
+def of_ranks(
+    given: Scored, P: int, impl: str = "eager", *, cuts: tuple[int, ...] = (), **options: Any
+) -> list[Outcome]:
+    """Results of each of P ranks, with its ``calls``; shards are even, or end at ``cuts``."""
     n_rows, split = len(given.weight), options.get("sequence_parallel", False)
+    rows = [vocab_range(n_rows, rank, P) for rank in range(P)]
+    if cuts:
+        rows = list(itertools.pairwise((0, *cuts, n_rows)))
 
     def one(group: dist.ProcessGroup) -> Outcome:
-        start, end = vocab_range(n_rows, group.rank(), P)
+        start, end = rows[group.rank()]
         parts = given.hidden.tensor_split(P, options.get("sequence_dim", 0))
         hidden = parts[group.rank()] if split else given.hidden
         bias = None if given.bias is None else given.bias[start:end]

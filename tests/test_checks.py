@@ -140,8 +140,9 @@ NEEDS_LOGITS = (
 )
 DOUBLES = {"hidden": torch.zeros(T, H).double(), "weight": torch.zeros(V, H).double()}
 NOT_IMPLEMENTED: dict[str, dict[str, Any]] = {
-    "schedule='in_forward' with reduction='none' needs a weight and bias that need no gradient, "
-    "and no metrics: use schedule='recompute' or 'cached'": {
+    "schedule='in_forward' with an upstream gradient of each token (reduction='none', scores) "
+    "needs a weight and bias that need no gradient, and no metrics or entropy: use "
+    "schedule='recompute' or 'cached'": {
         "schedule": "in_forward",
         "reduction": "none",
     },

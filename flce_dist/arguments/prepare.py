@@ -282,7 +282,7 @@ def _check_tensors(arguments: Arguments) -> int:
 def planned(
     arguments: Arguments, T: int, needs: list[bool], P: int, auto_in_forward: bool, converts: bool
 ) -> Schedule:
-    """Return the schedule; it ``converts`` if cached columns are copied window by window."""
+    """Return the schedule; it ``converts`` if backward copies cached columns window by window."""
     hidden, weight, options = arguments.hidden, arguments.weight, arguments.options
     (V, H), itemsize = weight.shape, weight.element_size()
     is_uneven = options.vocab_range is not None
@@ -292,10 +292,13 @@ def planned(
     is_concrete = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
     name = options.schedule if isinstance(options.schedule, str) else "recompute"
     frozen = needs[0] and not (needs[1] or needs[2]) and not options.with_metrics
+    if frozen and name in ("auto", "in_forward"):
+        converts = False  # forward's D contains no upstream gradients
     if name == "in_forward" and options.reduction == "none" and any(needs) and not frozen:
         raise NotImplementedError(
-            "schedule='in_forward' with reduction='none' needs a weight and bias that need no "
-            "gradient, and no metrics: use schedule='recompute' or 'cached'"
+            "schedule='in_forward' with an upstream gradient of each token (reduction='none', "
+            "scores) needs a weight and bias that need no gradient, and no metrics or entropy: use "
+            "schedule='recompute' or 'cached'"
         )
     schedule: Schedule = plan(
         T=T,
@@ -309,7 +312,7 @@ def planned(
         if is_concrete and needs[1]
         else (0, 0),
         reduces=auto_in_forward and options.reduction != "none" and not options.with_metrics,
-        frozen=frozen and not converts,
+        frozen=frozen,
     )
     if not isinstance(options.schedule, str) and (any(needs) or options.with_metrics):
         return options.schedule.sized(schedule)

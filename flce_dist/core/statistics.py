@@ -18,7 +18,7 @@ class Pass:
 
     ``gather`` brings hidden of all ranks, [T, H]. ``norm`` is what a mean divides by, a scalar on
     the device: known when the pass is finished, or from ``early_norm`` on. ``target`` is what the
-    loss needs; a schedule may ask for more, of all tokens in one chunk.
+    loss needs; a schedule may ask for more, for tiles of all tokens in one chunk.
     """
 
     def __init__(self, call: Call, operands: Operands):
@@ -41,11 +41,11 @@ class Pass:
         ``cache`` receives D of its columns, at the labels too: a saved tensor must not change
         between two backward passes. With ``target.named`` D at these ids is not written.
         """
-        call, target = self.call, self.target
+        call = self.call
         kernels, group = call.kernels, call.tp_group
 
         first, last = tokens
-        logits = self.logits.tokens(first, last)
+        logits, target = self.logits.tokens(first, last), self.target.tokens(first, last)
         sums = kernels.new_sums(logits, target)
         self.gather.wait()
         label_logit = kernels.logits_at_ids(logits, logits.labels, None, vocab_size=call.vocab_size)

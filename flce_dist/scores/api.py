@@ -1,6 +1,5 @@
 """The public function.  T tokens, V vocabulary rows on this rank, H hidden size, P ranks."""
 
-from functools import partial
 from typing import NamedTuple, get_args
 
 import torch
@@ -23,10 +22,13 @@ from flce_dist.arguments.prepare import (
 )
 from flce_dist.arguments.rank_check import check_alike, tell_refusal
 from flce_dist.core.autograd import differentiable, refuse_transforms
+from flce_dist.core.call import Schedule
+from flce_dist.schedules.choose import Plan
+from flce_dist.schedules.in_forward import InForward
 from flce_dist.scores.ids import check_ids, ids_in_order
-from flce_dist.scores.schedule import Scores
-
-_SCHEDULES = {over: partial(Scores, over) for over in get_args(Over)}
+from flce_dist.scores.in_forward import OverVocabularyInForward
+from flce_dist.scores.over_ids import OverIds
+from flce_dist.scores.over_vocabulary import OverVocabulary
 
 
 class TokenScores(NamedTuple):
@@ -78,8 +80,9 @@ def linear_logprob(
         **options: softcap, logit_scale, vocab_size, vocab_range, sequence_parallel, sequence_dim,
             reduce_dhidden, reduce_in_fp32, tp_invariant, accumulate_dweight, schedule,
             max_logits_bytes and impl, as in ``linear_cross_entropy``. ``tp_invariant`` covers all
-            scores, not gradients, of a token with the same ids. schedule, not "in_forward", and
-            max_logits_bytes are of over="vocabulary".
+            scores, not gradients, of a token with the same ids. schedule and max_logits_bytes are
+            of over="vocabulary"; "in_forward", two GEMMs, needs a weight and bias that need no
+            gradient, and no entropy: "auto" is that then.
 
     Returns:
         ``TokenScores``, plain tensors. Operands may be DTensors as for ``linear_cross_entropy``;
@@ -105,11 +108,26 @@ def linear_logprob(
     return scored(arguments, ids, offsets, over)
 
 
+def _over_vocabulary(of_loss: Plan) -> Schedule:
+    """Return the schedule of scores where the loss would take ``of_loss``."""
+    if isinstance(of_loss, InForward):
+        return OverVocabularyInForward(of_loss)
+    return OverVocabulary(of_loss)
+
+
+def _over_ids(of_loss: Plan) -> Schedule:
+    """Return the one schedule, which holds no logits of the vocabulary."""
+    return OverIds()
+
+
+_SCHEDULES = {"vocabulary": _over_vocabulary, "ids": _over_ids}
+
+
 def _check_schedule(over: Over, options: LossOptions) -> None:
-    if options.schedule not in ("auto", "recompute", "cached"):
+    if not isinstance(options.schedule, str):
         raise NotImplementedError(
-            "linear_logprob needs schedule='auto', 'recompute' or 'cached', since gradients of "
-            f"scores come one for each id, got schedule={options.schedule!r}"
+            "linear_logprob needs schedule='auto', 'recompute', 'cached' or 'in_forward', since "
+            f"its sums leave out named ids, got schedule={options.schedule!r}"
         )
     if over == "ids" and (options.schedule != "auto" or options.max_logits_bytes is not None):
         raise ValueError(

@@ -46,10 +46,10 @@ def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["T"])
 def _scale_rows_kernel(
-    x_ptr, scale_ptr, labels_ptr, u_ptr, row_ptr,  # in:  [T, N], [T], [T] int64, [T], [N]
+    x_ptr, scale_ptr, labels_ptr, u_ptr, row_ptr,  # in:  [T, N], [T], [T] int64, [T], [T, N]
     out_ptr,  # out: [T, N]
     N,
-    stride_x_t, stride_x_n, stride_out_t,
+    stride_x_t, stride_x_n, stride_row_t, stride_out_t,
     ignore_index,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +65,8 @@ def _scale_rows_kernel(
     if scale_ptr is not None:
         scaled *= tl.load(scale_ptr + t)
     if u_ptr is not None:
-        scaled += tl.load(u_ptr + t) * tl.load(row_ptr + offs_n, mask=mask_n, other=0.0)
+        row = tl.load(row_ptr + t * stride_row_t + offs_n, mask=mask_n, other=0.0)
+        scaled += tl.load(u_ptr + t) * row.to(tl.float32)
     scaled = cast(tl.where(counted, scaled, 0.0), out_ptr.dtype.element_ty)
     tl.store(out_ptr + t * stride_out_t + offs_n, scaled, mask=mask_n)
 
@@ -74,20 +75,22 @@ def scale_rows(
     x: Tensor, scale: Tensor | None, labels: Tensor, *,
     ignore_index: int, plus: tuple[Tensor, Tensor] | None = None, out: Tensor,
 ) -> None:  # fmt: skip
-    """Write ``out[t] = scale[t] * x[t] (+ u[t] * row)``, 0 where the token is ignored.
+    """Write ``out[t] = scale[t] * x[t] (+ u[t] * row[t])``, 0 where the token is ignored.
 
     x is [T, N], out [T, N] with a unit last stride, or x itself. scale [T] is fp32, None is 1;
-    ``plus`` holds u [T] and row [N], fp32. Rows of ignored tokens are not read: they may hold NaN.
+    ``plus`` holds u [T] fp32 and row, contiguous: [T, N], or [N] fp32 for all tokens. Rows of x of
+    ignored tokens are not read: they may hold NaN.
     """
     T, N = x.shape
     if T == 0 or N == 0:
         return
     BLOCK_N = min(4096, next_power_of_2(N))
+    stride_row_t = N if plus is not None and plus[1].dim() == 2 else 0
     _scale_rows_kernel[(T, -(-N // BLOCK_N))](
         x, scale, labels, *(plus or (None, None)),
         out,
         N,
-        *x.stride(), out.stride(0),
+        *x.stride(), stride_row_t, out.stride(0),
         ignore_index,
         BLOCK_N=BLOCK_N, num_warps=8,
     )  # fmt: skip

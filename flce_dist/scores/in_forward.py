@@ -1,0 +1,137 @@
+"""Scores over the vocabulary where hidden alone needs a gradient, as with a frozen head.
+
+A token's dhidden is a sum over its named ids, and a factor times one vector, the mean of the other
+ids' rows of the weight by their probabilities. Forward knows the vector, backward the factors.
+
+T = tokens of the tensor-parallel group, H = hidden size, P = ranks, N = ids of all tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved
+from flce_dist.core.gradients import Gradients, new_dhidden
+from flce_dist.core.statistics import Pass
+from flce_dist.kernels.ids.token_ids import TokenIds
+from flce_dist.kernels.logits.operands import ShardLogits, rows_of
+from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
+from flce_dist.parallel import collectives
+from flce_dist.schedules.in_forward import InForward, tokens_here
+from flce_dist.scores.named import NamedSaved, scored, sorted_ids
+from flce_dist.scores.over_vocabulary import (
+    NamedElements,
+    RestSaved,
+    factors,
+    if_counted,
+    name_ids,
+    rest_saved,
+)
+
+
+class MeanSaved(NamedTuple):
+    """What is saved beside ``NamedSaved`` and ``RestSaved``."""
+
+    mean: Tensor  # [T, H], of this rank's tokens [T / P, H] if hidden is split
+    weight: Tensor  # as the next ones those of the operands
+    offsets: Tensor
+    inverse_temperature: Tensor | None
+
+
+@dataclass(frozen=True)
+class OverVocabularyInForward:
+    """Outputs are those of ``OverVocabulary``, without an entropy.
+
+    Forward: two GEMMs of 2 T H V flop, in chunks of tokens. Under sequence parallelism a gather of
+    hidden; the all-reduces of ``chunk_loss`` per chunk; an all-reduce SUM of logits [N]; the sum
+    over ranks of the means [T, H].
+    Backward: N rows of the weight are added; the sum of these over ranks, as of dhidden.
+    """
+
+    chunks: InForward  # what the loss would take
+
+    keeps_operands: ClassVar[bool] = False
+    skips_ignored: ClassVar[bool] = True
+    of_loss_only: ClassVar[bool] = False
+
+    def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
+        one = Pass(call, operands)
+        one.gather.start()
+        ids = sorted_ids(call, operands)
+        z = name_ids(one, ids)
+        gradients = Gradients(call, operands, None)
+
+        def of_mean(
+            stats: TokenStats, logits: ShardLogits, tokens: tuple[int, int]
+        ) -> tuple[RowGradient, WithoutNamed]:
+            return _mean_rows(stats, from_lse=call.is_from_lse), WithoutNamed(call, ids, *tokens)
+
+        of_chunks, _ = self.chunks.add_chunks(one, gradients, of_mean)
+        z = collectives.all_reduce_sum(z, call.tp_group)
+        joined: Any = (None if x[0] is None else torch.cat(x) for x in zip(*of_chunks, strict=True))
+        stats = TokenStats(*joined)
+        mean, _, _ = gradients.finished()
+        assert mean is not None and operands.offsets is not None
+        result, outputs, named = scored(call, operands, z, ids, stats)
+        rest = rest_saved(outputs, one.logits.labels, stats)
+        inverse = operands.inverse_temperature
+        saved = MeanSaved(mean, operands.weight, operands.offsets, inverse)
+        return result, outputs, (*named, *rest, *saved)
+
+    def saved_like(self, call: Call, operands: Operands) -> Saved:
+        raise NotImplementedError("scores are not supported under torch.compile")
+
+    def backward(self, request: Backward) -> Results:
+        call, saved = request.call, request.saved
+        n = len(NamedSaved._fields)
+        m = n + len(RestSaved._fields)
+        named, rest, of_mean = NamedSaved(*saved[:n]), RestSaved(*saved[n:m]), MeanSaved(*saved[m:])
+        ids = named.with_offsets(of_mean.offsets)
+        inverse = if_counted(of_mean.inverse_temperature, rest.labels, 1.0)
+        of = factors(call, named, ids, rest, request.upstream, inverse)
+        of_named = new_dhidden(call, of_mean.weight)
+        of_named.acquire()
+        call.kernels.dhidden_of_ids(
+            of.named, ids, rows_of(of_mean.weight, 0, call.V),
+            vocab_start_index=call.vocab_start_index, out=of_named.tokens,
+        )  # fmt: skip
+        of_named.start()
+        factor = of.dtotal * rest.other.exp()
+        if of.dother is not None:
+            factor = factor + of.dother
+        factor = tokens_here(call, factor * of.slope)
+        out = of_mean.mean if request.is_last else torch.empty_like(of_mean.mean)
+        call.kernels.scale_rows(
+            of_mean.mean, factor, tokens_here(call, rest.labels),
+            ignore_index=-1, plus=(torch.ones_like(factor), of_named.wait()), out=out,
+        )  # fmt: skip
+        return out, None, None
+
+
+class WithoutNamed(NamedTuple):
+    """D of a chunk of tokens, ``first`` to ``last``: 0 at named ids where it is computed again."""
+
+    call: Call
+    ids: TokenIds  # of all tokens
+    first: int
+    last: int
+
+    def write(self, d: Tensor, start: int) -> None:
+        ids = self.ids
+        here = (ids.token >= self.first) & (ids.token < self.last)
+        token = (ids.token - self.first).where(here, 0)
+        of_chunk = ids._replace(ids=ids.ids.where(here, -1), token=token)
+        zeros = torch.zeros_like(here, dtype=self.call.stats_dtype)
+        NamedElements(self.call, of_chunk, zeros).write(d, start)
+
+
+def _mean_rows(stats: TokenStats, *, from_lse: bool) -> RowGradient:
+    """Return the factors of exponentials over their sum; of exponentials themselves without any."""
+    too_small = stats.others < torch.finfo(stats.others.dtype).tiny  # NaN is not
+    left = stats.others.masked_fill(too_small, 1.0)
+    zeros = torch.zeros_like(left)
+    if from_lse:
+        return RowGradient(None, stats.reference + left.log(), zeros, (), None)
+    return RowGradient(left.reciprocal(), stats.reference, zeros, (), None)

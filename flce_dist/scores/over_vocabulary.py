@@ -1,0 +1,179 @@
+"""The schedule of scores over the vocabulary: the pass of the loss, which leaves out named ids.
+
+T = tokens of the tensor-parallel group, V = real vocabulary rows here, H = hidden size, N ids.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved, Upstream
+from flce_dist.core.statistics import Pass
+from flce_dist.kernels.ids.token_ids import TokenIds
+from flce_dist.kernels.logits.operands import ColumnCache
+from flce_dist.kernels.logits.target import NamedIds
+from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
+from flce_dist.parallel import collectives
+from flce_dist.schedules.windows import Windows, closed
+from flce_dist.scores.named import NamedSaved, scored, sorted_ids
+
+
+class RestSaved(NamedTuple):
+    """What is saved of the ids that are not named, [T] each."""
+
+    other: Tensor
+    labels: Tensor  # the largest id of each token, -1 without ids
+    reference: Tensor  # as of the loss
+    others: Tensor  # sum of exponentials over the ids that are not named
+
+
+@dataclass(frozen=True)
+class OverVocabulary:
+    """The first output is logprob, as ids; metrics and ``Upstream`` are lse, other, entropy [T].
+
+    The largest id of a token takes the place of the label of ``Windows``.
+    Forward: as of ``Windows``, and one more all-reduce SUM, of the logits [N] of named ids, which
+    the pass over the logits yields. Backward: as of ``Windows``. D contains all factors (in fp16
+    but for a power of two), so cached columns are copied window by window; the elements of named
+    ids are written into each window.
+    """
+
+    windows: Windows  # what the loss would take
+
+    keeps_operands: ClassVar[bool] = True
+    skips_ignored: ClassVar[bool] = True
+    of_loss_only: ClassVar[bool] = False
+
+    def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
+        one = Pass(call, operands)
+        one.gather.start()
+        ids = sorted_ids(call, operands)
+        cache = self.windows.new_cache(call, operands.weight.device)
+        z = name_ids(one, ids)
+        stats, _ = one.chunk_loss((0, call.T), ColumnCache(() if cache is None else (cache,)))
+        z = collectives.all_reduce_sum(z, call.tp_group)
+        result, outputs, named = scored(call, operands, z, ids, stats)
+        rest = rest_saved(outputs, one.logits.labels, stats)
+        return result, outputs, (*named, *rest, cache)
+
+    def saved_like(self, call: Call, operands: Operands) -> Saved:
+        raise NotImplementedError("scores are not supported under torch.compile")
+
+    def backward(self, request: Backward) -> Results:
+        call, operands, saved = request.call, request.operands, request.saved
+        assert operands is not None and operands.offsets is not None
+        n = len(NamedSaved._fields)
+        named, rest, cache = NamedSaved(*saved[:n]), RestSaved(*saved[n:-1]), saved[-1]
+        ids = named.with_offsets(operands.offsets)
+        inverse = if_counted(operands.inverse_temperature, rest.labels, 1.0)
+        of = factors(call, named, ids, rest, request.upstream, inverse)
+        affine = tuple(x * of.slope for x in _affine(rest, named.entropy, of))
+        rows = RowGradient(None, rest.reference, torch.zeros_like(of.dtotal), affine, None)
+        factor = of.named
+        if call.is_from_lse:
+            unnamed = [x for x in (of.dtotal, of.dother, of.dentropy) if x is not None]
+            size = (torch.stack(unnamed) * of.slope).abs().amax(0)
+            rows = rows.balanced(size.scatter_reduce_(0, ids.token, factor.abs(), "amax"))
+            assert rows.scale is not None
+            factor = factor / rows.scale.index_select(0, ids.token)
+        operands = operands._replace(labels=rest.labels, inverse_temperature=inverse)
+        gradients, chunk = self.windows.opened(
+            request._replace(operands=operands),
+            TokenStats(rest.reference, rest.reference, rest.others),
+            rows,
+            cache if of.dentropy is None else None,
+        )
+        chunk = chunk._replace(elements=NamedElements(call, ids, factor))
+        gradients.add(chunk)
+        return closed(gradients, chunk)
+
+
+class NamedElements(NamedTuple):
+    """D at named ids, by each entry's factor [N]."""
+
+    call: Call
+    ids: TokenIds
+    factor: Tensor
+
+    def write(self, d: Tensor, start: int) -> None:
+        first_id = self.call.vocab_start_index + start
+        ids, token = self.ids.ids, self.ids.token
+        self.call.kernels.write_at_ids(d, ids, token, self.factor, first_id, -1)
+
+
+def name_ids(one: Pass, ids: TokenIds) -> Tensor:
+    """Let the pass leave out named ids; return their logits [N], which it writes on their rank.
+
+    The labels of ``one`` become the largest id of each token, -1 without ids.
+    """
+    N, begin, end = len(ids.ids), ids.offsets[:-1], ids.offsets[1:]
+    if N:
+        labels = ids.ids.index_select(0, (end - 1).clamp_min(0)).where(end > begin, -1)
+    else:
+        labels = torch.full_like(begin, -1)
+    inverse = if_counted(one.logits.inverse_temperature, labels, 1.0)
+    z = torch.zeros(N, dtype=one.call.stats_dtype, device=labels.device)
+    one.logits = one.logits._replace(labels=labels, inverse_temperature=inverse)
+    one.target = one.target._replace(named=NamedIds(ids.ids, begin, end, z))
+    return z
+
+
+def rest_saved(outputs: Outputs, labels: Tensor, stats: TokenStats) -> RestSaved:
+    other = outputs[1]
+    assert other is not None
+    return RestSaved(other.clone(), labels, stats.reference, stats.others)
+
+
+def if_counted(x: Tensor | None, labels: Tensor, otherwise: float = 0.0) -> Tensor | None:
+    return None if x is None else x.where(labels != -1, otherwise)
+
+
+class ScoreFactors(NamedTuple):
+    """Upstream gradients as factors of logits, 0 where a token is ignored."""
+
+    named: Tensor  # [N], of each entry's product h . w
+    dtotal: Tensor  # [T], of p at ids that are not named: dlse - sum of dlogprob - dother
+    dother: Tensor | None  # [T], as the next one
+    dentropy: Tensor | None
+    slope: Tensor | float  # of a product h . w, where there is no softcap
+
+
+def factors(
+    call: Call, named: NamedSaved, ids: TokenIds, rest: RestSaved, upstream: Upstream,
+    inverse: Tensor | None,
+) -> ScoreFactors:  # fmt: skip
+    """Return the factors of backward; ``inverse`` is the temperatures', 1 where ignored."""
+    dlogprob, dlse, dother, dentropy = upstream
+    dlse, dother, dentropy = (if_counted(x, rest.labels) for x in (dlse, dother, dentropy))
+    scale = call.options.logit_scale
+    if dother is not None:
+        dother = dother.where(rest.others != 0, 0.0)  # else a constant
+        dlse = -dother if dlse is None else dlse - dother
+    of_named, sums = call.kernels.set_gradient(
+        named.z, ids, named.logprob, named.entropy, (dlogprob, dlse, dentropy), inverse,
+        softcap=call.options.softcap, logit_scale=scale,
+    )  # fmt: skip
+    dtotal = -sums if dlse is None else dlse - sums
+    slope = scale if inverse is None else scale * inverse
+    return ScoreFactors(of_named, dtotal, dother, dentropy, slope)
+
+
+def _affine(rest: RestSaved, entropy: Tensor | None, of: ScoreFactors) -> tuple[Tensor, ...]:
+    """Return that of ``RowGradient`` at ids that are not named, by z: with U their sum,
+
+    ``dz_v = p_v (dtotal - dH (log p_v + H)) + exp(x_v) dother / U``, where ``log p_v = x_v -
+    (log U - other)``.
+    """
+    is_left = rest.others != 0  # NaN stays
+    left = rest.others.where(is_left, 1.0)
+    p_scale = (rest.other.exp() / left).where(is_left, 0.0)  # exp(-log_total)
+    a = of.dtotal * p_scale
+    if of.dother is not None:
+        a = a + of.dother / left
+    if of.dentropy is None or entropy is None:
+        return (a,)
+    log_total = (left.log() - rest.other).where(is_left, 0.0)
+    a = a - of.dentropy * (entropy - log_total) * p_scale
+    return a, -of.dentropy * p_scale, torch.zeros_like(a)
