@@ -131,6 +131,33 @@ def test_one_rank_without_gradients_is_named():
     assert said.startswith(f"{BEGINS}hidden.requires_grad is True on rank 0 and False on rank 1")
 
 
+OTHERS = [(), ("weight",), ("bias",), ("hidden", "weight"), ("hidden", "bias")]
+
+
+@pytest.mark.parametrize(
+    "function", [linear_cross_entropy, linear_cross_entropy_with_metrics, linear_logprob]
+)
+@pytest.mark.parametrize("trained", OTHERS, ids=str)
+def test_a_rank_whose_head_is_not_frozen_as_the_others_is_named(function, trained):
+    """A frozen head has collectives of its own, so no rank may begin."""
+
+    def rank(group: dist.ProcessGroup) -> str:
+        given = call(group.rank(), group.size())
+        mine = trained if group.rank() == 1 else ("hidden",)
+        for name in ("hidden", "weight", "bias"):
+            given[name].requires_grad_(name in mine)
+        labels = given.pop("labels")
+        if function is linear_logprob:
+            del given["token_weight"]
+            return complaint(function, ids=labels[:, None], **given, tp_group=group)
+        return complaint(function, labels=labels, **given, tp_group=group)
+
+    (said,) = set(run_ranks(rank, 3))
+    differ = sorted({"hidden"} ^ set(trained), key=["hidden", "weight", "bias"].index)
+    assert said.startswith(f"{BEGINS}{differ[0]}.requires_grad is ")
+    assert re.findall(r"(\w+)\.requires_grad is", said) == differ
+
+
 AGREEMENTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "all ignored": dict(labels=torch.full((T,), -100)),

@@ -25,6 +25,7 @@ from flce_dist.launch.verify.cases import (
     default_shapes,
     filtered_variants,
     part_cached_budget,
+    score_variants,
     variants,
 )
 from flce_dist.launch.verify.checks import inputs_and_truths, make_truth, run_case
@@ -242,7 +243,9 @@ SCHEDULES: Any = ("recompute", "cached", "in_forward", "auto")
 def test_every_schedule_reduction_and_option_has_a_case():
     found = [case for variant in variants() for case in cases(variant, SCHEDULES, 2, None)]
     plain = {(c.schedule, c.variant.reduction, c.sequence_parallel) for c in found}
-    assert len(plain) == 4 * 3 * 2 - 2  # in_forward has no reduction="none"
+    assert len(plain) == 4 * 3 * 2
+    per_token = [c for c in found if c.variant.reduction == "none" and c.schedule == "in_forward"]
+    assert {c.variant.trained for c in per_token} == {("hidden",)}
     options = {name for case in found for name, _ in case.variant.options}
     named = {"label_smoothing", "z_loss_weight", "softcap", "logit_scale", "temperature"}
     assert options == named
@@ -322,3 +325,31 @@ def test_data_hold_the_tokens_that_break_losses():
     loss = torch.nn.functional.cross_entropy(logits, data.labels[~ignored], reduction="none")
     assert loss.max() > 100
     assert loss.min() < 0.1
+
+
+def test_operands_that_need_no_gradient_are_frozen_where_the_op_is_called(mutate):
+    """In every combination that adapters leave, for the loss and for scores."""
+    seen: list[tuple[str, tuple[str, ...], Any]] = []
+
+    def spy(call, *args, **kwargs):
+        operands = {k: kwargs[k] for k in ("hidden", "weight", "bias") if k in kwargs}
+        trained = tuple(name for name, x in operands.items() if x.requires_grad)
+        seen.append((call.__name__, trained, kwargs["schedule"]))
+        return call(*args, **kwargs)
+
+    for name in CALLS[:3]:
+        mutate(verify_checks, name, spy)
+    shape, cpu = Shape(16, 16, 32), torch.device("cpu")
+    for variant in [*variants(), *score_variants()]:
+        if variant.trained == ("hidden", "weight", "bias"):
+            continue
+        data, truth = inputs_and_truths(variant, shape, 1, torch.float32, cpu, seed=0)
+        for case in cases(variant, SCHEDULES, 1, None):
+            checks = run_case(case, data, truth(case.metric_gradients, None), None, "eager")
+            assert all(check.met for check in checks.values())
+            gradients = {name[1:] for name in checks if name in ("dhidden", "dweight", "dbias")}
+            assert seen[-1][1] == variant.trained and gradients == set(variant.trained)
+    of = {name: {trained for call, trained, _ in seen if call == name} for name in CALLS[:3]}
+    frozen = {("hidden",), ("weight",), ("bias",), ()}
+    assert of["linear_cross_entropy"] == of["linear_logprob"] == frozen
+    assert ("linear_logprob", ("hidden",), "in_forward") in seen

@@ -47,13 +47,21 @@ class Variant:
     counted: bool = False  # most tokens are ignored, and max_counted says how many are not
     skips: bool = False  # most tokens are ignored, and skip_ignored is set
     filtered: bool = False  # by filter_eps, on data of which some tiles are not kept
+    trained: tuple[str, ...] = ("hidden", "weight", "bias")  # operands that need a gradient
     over: Over | None = None  # scores at ids instead of a loss
+    entropy: bool = True  # among scores
     best: int = 0  # so many best ids of each token, ranks and samples instead of a loss
     divergence: str | None = None  # its kind, from a teacher, instead of a loss
 
     @property
     def title(self) -> str:
         return f"{self.name} ({self.reduction})"
+
+    @property
+    def has_frozen_head(self) -> bool:
+        """Whether forward makes the gradient of hidden, whatever the upstream gradients are."""
+        of_one_vector = not self.metrics if self.over is None else not self.entropy
+        return self.trained == ("hidden",) and of_one_vector
 
 
 @dataclass(frozen=True)
@@ -113,12 +121,22 @@ def variants() -> list[Variant]:
             "many together", "none", options=(smoothing, z_loss, scale), bias=True,
             token_weight=True, tempered=True, metrics=True, padding=5, uneven=True,
         ),
+        Variant("frozen head", trained=("hidden",)),
+        Variant(
+            "frozen head, options", "none", options=(smoothing, z_loss, scale), bias=True,
+            token_weight=True, tempered=True, padding=5, uneven=True, trained=("hidden",),
+        ),
+        Variant("frozen head, metrics", "none", metrics=True, bias=True, trained=("hidden",)),
+        Variant("weight alone", bias=True, trained=("weight",)),
+        Variant("bias alone", "none", bias=True, trained=("bias",)),
+        Variant("no gradients", bias=True, trained=()),
     ]  # fmt: skip
 
 
 def score_variants() -> list[Variant]:
     """Scores at five ids of each token, with all of their gradients."""
     softcap = ("softcap", 15.0)
+    scores = Variant("scores", "none", bias=True, over="vocabulary")
     return [
         Variant("scores", "none", over="vocabulary"),
         Variant(
@@ -126,6 +144,16 @@ def score_variants() -> list[Variant]:
             tempered=True, padding=5, uneven=True, over="vocabulary",
         ),
         Variant("scores over ids", "none", bias=True, tempered=True, uneven=True, over="ids"),
+        replace(scores, name="scores, frozen head", trained=("hidden",), entropy=False),
+        Variant(
+            "scores, frozen head, options", "none", options=(softcap, ("logit_scale", 0.7)),
+            bias=True, tempered=True, padding=5, uneven=True, over="vocabulary",
+            trained=("hidden",), entropy=False,
+        ),
+        replace(scores, name="scores, frozen head, entropy", trained=("hidden",)),
+        replace(scores, name="scores, weight alone", trained=("weight",)),
+        replace(scores, name="scores, bias alone", trained=("bias",)),
+        replace(scores, name="scores, no gradients", trained=()),
     ]  # fmt: skip
 
 
@@ -224,12 +252,15 @@ def cases(
         if variant.over is not None:
             if schedule == "cached" and variant.over == "ids":
                 yield replace(case, schedule="auto")
-            elif schedule in ("recompute", "cached") and variant.over == "vocabulary":
+            elif variant.over == "vocabulary" and (
+                schedule in ("recompute", "cached") or variant.has_frozen_head
+            ):
                 yield case
             continue
         if needs_logits and schedule in ("cached", "in_forward"):
             continue
-        if variant.reduction == "none" and schedule == "in_forward":
+        per_token = variant.reduction == "none" and bool(variant.trained)
+        if schedule == "in_forward" and per_token and not variant.has_frozen_head:
             continue
         yield case
         if schedule == "cached" and variant.name == "plain" and part_cached is not None:

@@ -147,10 +147,11 @@ def _results(
     if case.variant.divergence is not None:
         call = linear_divergence_with_metrics if case.variant.metrics else linear_divergence
     eps = case.filter_eps
-    leaves = _leaves(data, tokens, own, data.hidden.dtype)
+    leaves = _leaves(data, case.variant, tokens, own, data.hidden.dtype)
     options = {**_placed(case, own, tp_group, impl), **leaves, **_options(case.variant, data)}
     if case.variant.over is not None:
-        scores = linear_logprob(schedule=case.schedule, with_entropy=True, **options)
+        has_entropy = case.variant.entropy
+        scores = linear_logprob(schedule=case.schedule, with_entropy=has_entropy, **options)
         return _scores(scores, leaves, data)
     parts = {"teacher_hidden": tokens, "teacher_weight": own, "teacher_bias": own}
     out = call(
@@ -187,11 +188,16 @@ def _scores(out: Sequence[Tensor | None], leaves: dict[str, Tensor], data: Data)
     """Send a gradient back through every score; return them and the gradients, by name."""
     found = {k: x for k, x in zip(TokenScores._fields, out, strict=True) if x is not None}
     upstream = [data.dmetrics[1, :, None].expand(found["logprob"].shape), *data.dmetrics]
-    roots = list(found.values())
-    grads = [g.to(root.dtype) for g, root in zip(upstream, roots, strict=False)]
-    torch.autograd.backward(roots, grads)
+    _back(list(found.values()), upstream[: len(found)])
     gradients = {f"d{name}": x.grad for name, x in leaves.items() if x.grad is not None}
     return {name: x.detach() for name, x in {**found, **gradients}.items()}
+
+
+def _back(roots: Sequence[Tensor], upstream: Sequence[Tensor]) -> None:
+    """Send upstream gradients back, unless no operand needs a gradient."""
+    grads = [g.to(root.dtype) for g, root in zip(upstream, roots, strict=True)]
+    if any(root.requires_grad for root in roots):
+        torch.autograd.backward(roots, grads)
 
 
 def _options(variant: Variant, data: Data) -> dict[str, Any]:
@@ -215,20 +221,24 @@ def _names(variant: Variant) -> tuple[str, ...]:
     return tuple("correct" if x == "same_best" else x for x in DivergenceWithMetrics._fields)
 
 
-def _leaves(data: Data, tokens: slice, own: slice, dtype: torch.dtype) -> dict[str, Any]:
+def _leaves(
+    data: Data, variant: Variant, tokens: slice, own: slice, dtype: torch.dtype
+) -> dict[str, Any]:
     """Return copies of hidden, weight and, if there is one, bias."""
     parts = {"hidden": data.hidden[tokens], "weight": data.weight[own]}
     if data.bias is not None:
         parts["bias"] = data.bias[own]
-    return {name: x.to(dtype, copy=True).requires_grad_() for name, x in parts.items()}
+    trained = variant.trained
+    return {k: x.to(dtype, copy=True).requires_grad_(k in trained) for k, x in parts.items()}
 
 
 def _textbook(data: Data, variant: Variant, dtype: torch.dtype, metric_gradients: bool) -> Results:
-    leaves = _leaves(data, slice(None), slice(None), dtype)
+    leaves = _leaves(data, variant, slice(None), slice(None), dtype)
     options = _options(variant, data)
     if variant.over is not None:
         logprob, lse, other, entropy = reference_linear_logprob(**leaves, **options)
-        scores = logprob, lse, other if variant.over == "vocabulary" else None, entropy
+        of_rest = other if variant.over == "vocabulary" else None
+        scores = logprob, lse, of_rest, entropy if variant.entropy else None
         return _scores(scores, leaves, data)
     if variant.divergence is not None:
         theirs: dict[str, Any] = {name: x.to(dtype) for name, x in data.teacher.items()}
@@ -258,12 +268,11 @@ def _differentiate(
 ) -> Results:
     """Send the upstream gradients back and return everything, detached and by name."""
     upstream = [data.dloss, *(data.dmetrics if metric_gradients else ())]
-    roots = outputs[: len(upstream)]
-    grads = [g.to(root.dtype) for g, root in zip(upstream, roots, strict=True)]
-    torch.autograd.backward(roots, grads)
+    _back(outputs[: len(upstream)], upstream)
     results = dict(zip(names, outputs, strict=False))
     for name, leaf in leaves.items():
-        results[f"d{name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        if leaf.requires_grad:
+            results[f"d{name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
     return {name: x.detach() for name, x in results.items()}
 
 
