@@ -38,7 +38,7 @@ MODULES = {
     "train": {*"matplotlib megatron mistral_common rich tensorboard tqdm tyro yaml".split()},
 }
 """What each extra of pyproject.toml brings."""
-EXTRAS = {"verify": "verify", "bench": "bench", "plot": "bench"}
+EXTRAS = {"verify": "verify", "finetune": "verify", "bench": "bench", "plot": "bench"}
 """The extra of a program, by the folder it is in; that of others is "train"."""
 
 

@@ -141,7 +141,8 @@ def test_every_file_is_measured_by_a_grid():
         for command in itertools.chain(*measured.values()):
             grids = [ROOT / word for word in command if word.startswith("configs/")]
             assert all(grid.is_file() for grid in grids)
-            assert len(grids) == ("flce_dist.launch.bench" in command)
+            programs = {"flce_dist.launch.bench", "flce_dist.launch.finetune"}
+            assert len(grids) == len(programs & {*command})
 
 
 def test_the_error_closest_to_its_budget_is_kept(tmp_path):

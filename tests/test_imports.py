@@ -51,7 +51,13 @@ LAZILY = {  # inside functions and for type checkers
     "flce_dist/hf/plug_in.py": {"transformers"},
     "flce_dist/megatron/plug_in.py": {"megatron"},
     "flce_dist/arguments/checks.py": {"triton"},
-    "launch": {"cut_cross_entropy", "liger_kernel", "trl"},  # peers that a benchmark may find
+    "launch": {  # peers that a benchmark may find
+        "cut_cross_entropy",
+        "liger_kernel",
+        "peft",
+        "transformers",
+        "trl",
+    },
 }
 EXCEPTIONS = {
     # A subclass of torchtitan's loss; torchtitan imports the file.

@@ -37,7 +37,7 @@ FILES = (
 )  # fmt: skip
 HF = (
     "hf", "hf_hooks", "hf_stand_in", "hf_lora", "hf_adapters", "hf_on_ranks", "hf_trainer",
-    "hf_self_check", "hf_docs",
+    "hf_self_check", "hf_docs", "finetune",
 )  # fmt: skip
 # verl asks for an older transformers than TRL; what is tested of it imports these alone.
 RL = "trl==1.16.0 transformers==5.23.0 ray>=2.41 tensordict>=0.8,!=0.9.0,<=0.10 codetiming"
