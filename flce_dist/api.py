@@ -23,6 +23,7 @@ from flce_dist.arguments.prepare import (
     prepare,
     settled,
     tempered,
+    with_low_rank,
 )
 from flce_dist.arguments.rank_check import check_alike, tell_refusal
 from flce_dist.core import compiled
@@ -37,6 +38,7 @@ def linear_cross_entropy(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     reduction: Reduction = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -77,6 +79,11 @@ def linear_cross_entropy(
             first call of a group its ranks compare labels, options and sizes.
         bias: [V], this rank's part. A bias of -inf bans a column: its probability and gradient are
             0. A token with a banned label has loss inf and a finite gradient, as in PyTorch.
+        low_rank: (x, b), [..., r] like hidden and [V, r] like weight, in their dtype: logits then
+            have ``h . w + x . b`` in place of ``h . w``, as with LoRA on the output layer, whose A
+            and scaling make x of hidden, and whose B is b. Where weight needs no gradient, that of
+            b takes r columns, and there is no dweight. The call copies weight and b into
+            [V, H + r]. Plain tensors; not with accumulate_dweight or filtered gradients.
         reduction: "none" (labels' shape), "sum" or "mean" (divided by the sum of token_weight).
         ignore_index: label of tokens that contribute nothing, even if their hidden states are NaN.
         label_smoothing: weight of the uniform distribution over the true vocabulary.
@@ -194,7 +201,7 @@ def linear_cross_entropy(
     arguments = Arguments(
         hidden, weight, labels, bias, token_weight, temperatures, checked, tp_group
     )
-    return apply("linear_cross_entropy", arguments)[0]
+    return apply("linear_cross_entropy", arguments, low_rank)[0]
 
 
 @signed_like(linear_cross_entropy)
@@ -204,6 +211,7 @@ def linear_cross_entropy_with_metrics(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     token_weight: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     tp_group: dist.ProcessGroup | None = None,
@@ -227,31 +235,37 @@ def linear_cross_entropy_with_metrics(
     )
     schedule = checked.schedule
     results = LossWithMetrics if isinstance(schedule, str) else schedule.results
-    return results(*apply("linear_cross_entropy_with_metrics", arguments))
+    return results(*apply("linear_cross_entropy_with_metrics", arguments, low_rank))
 
 
-def apply(function: str, arguments: Arguments) -> tuple[Tensor, ...]:
+def apply(
+    function: str, arguments: Arguments, low_rank: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, ...]:
     """Run a call with checked options; return the loss and any metrics in labels' shape."""
     weight = arguments.weight  # as the caller passed it
     if arguments.may_have_dtensors:
         arguments = localized(arguments)
     refuse_transforms("linear_cross_entropy")
     if torch.compiler.is_compiling():
-        given, needs = settled(arguments)
-        results = compiled.apply(given, needs)
+        arguments, last_columns = with_low_rank(arguments, low_rank)
+        given, needs = settled(arguments, last_columns)
+        results = compiled.apply(given, needs, last_columns)
     else:
-        given, call, operands = _prepared_alike(function, arguments)
+        given, call, operands = _prepared_alike(function, arguments, low_rank)
         flat = differentiable(call, counted_operands(call, operands), weight)
         shape = given.labels.shape
         results = tuple(x.reshape(shape) if x.dim() else x for x in flat if x is not None)
     return in_callers_order(results, given, arguments)
 
 
-def _prepared_alike(function: str, arguments: Arguments) -> tuple[Arguments, Call, Operands]:
+def _prepared_alike(
+    function: str, arguments: Arguments, low_rank: tuple[Tensor, Tensor] | None
+) -> tuple[Arguments, Call, Operands]:
     """Prepare a call; all ranks raise if one refuses its arguments, or if they differ."""
     try:
-        given, needs = settled(arguments)
-        call, operands = prepare(given, needs)
+        wide, last_columns = with_low_rank(arguments, low_rank)
+        given, needs = settled(wide, last_columns)
+        call, operands = prepare(given, needs, last_columns=last_columns)
     except Exception as error:
         tell_refusal(function, error, arguments.tp_group, arguments.hidden)
         raise

@@ -198,7 +198,7 @@ def test_opcheck(schedule, reduction, with_metrics, dtype, device):
     )  # fmt: skip
     spec = (*values_of(options), None, [True] * 3)
     temperature = torch.linspace(0.5, 2.0, 66, device=device).view(2, 33)
-    arguments = (hidden, weight, given.labels.view(2, 33), bias, None, temperature, *spec)
+    arguments = (hidden, weight, given.labels.view(2, 33), bias, None, temperature, None, *spec)
     parts = ["test_schema", "test_autograd_registration", "test_faketensor"]
     if (schedule, reduction, with_metrics, dtype) in WITH_BACKWARD:
         parts.append("test_aot_dispatch_dynamic")
@@ -212,15 +212,16 @@ def test_fakes_have_the_strides_of_results(schedule):
     hidden = hidden.flatten(0, -2).T.contiguous().T
     spec = (*values_of(LossOptions("sum", schedule=schedule)), None, [True] * 3)
     operands, mode = (hidden, weight, labels.flatten(), bias), FakeTensorMode()
-    real = torch.ops.flce_dist.forward(*operands, None, None, *spec)
-    fakes = torch.ops.flce_dist.forward(*map(mode.from_tensor, operands), None, None, *spec)
+    none = (None, None, None)
+    real = torch.ops.flce_dist.forward(*operands, *none, *spec)
+    fakes = torch.ops.flce_dist.forward(*map(mode.from_tensor, operands), *none, *spec)
     assert [(x.shape, x.stride()) for x in fakes] == [(x.shape, x.stride()) for x in real]
 
 
 def test_gradients_of_fp16_have_the_dtype_of_their_fakes():
     """In_forward saves dweight in fp32."""
     hidden, weight, bias, labels = (x.detach() for x in inputs(9))
-    operands = (hidden.half(), weight.half(), labels, bias.half(), None, None)
+    operands = (hidden.half(), weight.half(), labels, bias.half(), None, None, None)
     spec = (*dataclasses.astuple(LossOptions("sum", schedule="in_forward")), None, [True] * 3)
     loss, *saved = torch.ops.flce_dist.forward(*operands, *spec)
     upstream = (torch.ones_like(loss), None, None, None)

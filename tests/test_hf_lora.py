@@ -1,4 +1,4 @@
-"""LoRA on the output layer is in the loss: one GEMM over H + r, or real logits."""
+"""LoRA on the output layer is in the loss: columns behind the weight's own, or real logits."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ pytest.importorskip("peft")
 
 import peft
 
+from flce_dist.core import gradients
 from flce_dist.hf import NO_LOGITS, use_linear_cross_entropy
 from tests.contract.compare import compare
 from tests.hf_models import VOCAB, batch, ours, real_logits, step, theirs
@@ -44,6 +45,21 @@ def test_a_step_equals_the_models_own(kind, config):
     plugged = ours(model)
     assert plugged(**batch()).logits is NO_LOGITS
     compare(step(plugged), step(model), BUDGET)
+
+
+@pytest.mark.parametrize("adapters", [1, 2])
+def test_no_gradient_of_the_frozen_weight_is_computed(mutate, adapters):
+    """The product with the hidden states is of as many columns as all adapters have."""
+    widths: set[int] = set()
+
+    def noting(product, *args, sums_tokens, out, **rest):
+        if sums_tokens:
+            widths.add(out.shape[1])
+        product(*args, sums_tokens=sums_tokens, out=out, **rest)
+
+    mutate(gradients.gemm, "product", noting)
+    step(ours(with_lora(adapters=adapters, target_modules=["lm_head"])))
+    assert widths == {4 if adapters == 1 else 7}
 
 
 def test_dropout_before_the_adapter():

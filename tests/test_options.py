@@ -108,7 +108,7 @@ def test_signatures_are_the_fields(name: str) -> None:
     parameters = dict(inspect.signature(getattr(flce_dist, name)).parameters)
     for tensor in TENSORS[:3]:
         assert parameters.pop(tensor).kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    for other in ("bias", "token_weight", "tp_group"):
+    for other in ("bias", "low_rank", "token_weight", "tp_group"):
         assert parameters.pop(other).default is None
     assert parameters.pop("temperature").default == 1.0
     assert [*parameters, "with_metrics"] == [*FIELDS]

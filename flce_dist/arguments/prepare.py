@@ -91,6 +91,33 @@ def in_callers_order(
     )
 
 
+def with_low_rank(
+    arguments: Arguments, low_rank: tuple[Tensor, Tensor] | None
+) -> tuple[Arguments, Tensor | None]:
+    """Return arguments whose hidden and weight have the low rank's columns behind their own.
+
+    And these columns of the weight, if they are trained and the others are not.
+    """
+    if low_rank is None:
+        return arguments, None
+    hidden, weight = arguments.hidden, arguments.weight
+    checks.check_tensor("hidden", hidden, checks.FLOATS)
+    checks.check_tensor("weight", weight, checks.FLOATS, hidden)
+    device_type = hidden.device.type
+
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype_in_autocast(x, device_type)) if isinstance(x, Tensor) else x
+
+    hidden, weight = cast(hidden), cast(weight)
+    x, b = checks.checked_low_rank(low_rank, hidden, weight, arguments.options, cast)
+    is_trained = torch.is_grad_enabled() and b.requires_grad and not weight.requires_grad
+    columns = b.detach() if is_trained else b
+    wide = arguments._replace(
+        hidden=torch.cat((hidden, x), -1), weight=torch.cat((weight, columns), 1)
+    )
+    return wide, b if is_trained else None
+
+
 def in_autocast_dtype(arguments: Arguments) -> Arguments:
     """Under autocast, cast the operands to its dtype as ``torch.nn.functional.linear`` does."""
     hidden, weight, bias = arguments.hidden, arguments.weight, arguments.bias
@@ -113,10 +140,16 @@ def dtype_in_autocast(x: Tensor, device_type: str) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if is_on else x.dtype
 
 
-def settled(arguments: Arguments) -> tuple[Arguments, list[bool]]:
-    """Return the arguments as they are computed, and whether each operand needs a gradient now."""
+def settled(
+    arguments: Arguments, last_columns: Tensor | None = None
+) -> tuple[Arguments, list[bool]]:
+    """Return the arguments as they are computed, and whether each operand needs a gradient now.
+
+    ``last_columns`` are those of the weight that alone are trained, if so.
+    """
     arguments = in_autocast_dtype(sequence_first(arguments))
-    operands, is_on = (arguments.hidden, arguments.weight, arguments.bias), torch.is_grad_enabled()
+    trained = arguments.weight if last_columns is None else last_columns
+    operands, is_on = (arguments.hidden, trained, arguments.bias), torch.is_grad_enabled()
     return arguments, [is_on and getattr(x, "requires_grad", False) for x in operands]
 
 
@@ -155,17 +188,20 @@ def prepare(
     *,
     auto_in_forward: bool = True,
     scores: Callable[[Any], Schedule] | None = None,
+    last_columns: Tensor | None = None,
 ) -> tuple[Call, Operands]:
     """Check the arguments' metadata, plan, and flatten tokens to one dimension.
 
     ``needs`` says whether hidden, weight and bias need a gradient; ``auto_in_forward`` whether
     schedule="auto" may become in_forward, ``scores`` the schedule instead of one of the loss, made
-    from that. Label values are not checked here: that reads data.
+    from that. ``last_columns`` are those of weight that alone are trained. Label values are not
+    checked here: that reads data.
     """
-    facts = _facts(arguments, needs, auto_in_forward, scores)
+    width = None if last_columns is None else last_columns.shape[1]
+    facts = _facts(arguments, needs, auto_in_forward, scores, width)
     call = None if facts is None else calls.known(facts)
     if call is None:
-        call = _checked_call(arguments, needs, auto_in_forward, scores)
+        call = _checked_call(arguments, needs, auto_in_forward, scores, width)
         if facts is not None:
             calls.remember(facts, call)
     hidden, weight, labels, bias, token_weight, temperature, *_ = arguments
@@ -184,7 +220,8 @@ def prepare(
     if hidden.dim() != 2:  # a view is a node of the graph, too
         hidden = hidden.reshape(-1, hidden.shape[-1])
     hidden, weight, bias = as_stored(hidden), as_stored(weight), as_stored(bias)
-    return call, Operands(hidden, weight, bias, labels, token_weight, None, temperature)
+    operands = Operands(hidden, weight, bias, labels, token_weight, None, temperature)
+    return call, operands._replace(last_columns=last_columns)
 
 
 def counted_operands(call: Call, operands: Operands) -> Operands:
@@ -208,7 +245,13 @@ def counted_operands(call: Call, operands: Operands) -> Operands:
             n_counted = None  # the order alone is of use
     if inverse is not None:
         inverse = inverse.where(labels != options.ignore_index, 1.0)
-    return Operands(*operands[:3], labels, token_weight, places, inverse, n_counted=n_counted)
+    return operands._replace(
+        labels=labels,
+        token_weight=token_weight,
+        places=places,
+        inverse_temperature=inverse,
+        n_counted=n_counted,
+    )
 
 
 def _facts(arguments: Arguments, needs: list[bool], *others: Any) -> Any:
@@ -233,8 +276,12 @@ def _checked_call(
     needs: list[bool],
     auto_in_forward: bool,
     scores: Callable[[Any], Schedule] | None,
+    width: int | None,
 ) -> Call:
-    """Check the arguments, and decide everything about the call that their facts decide."""
+    """Check the arguments, and decide everything about the call that their facts decide.
+
+    ``width`` is that of ``last_columns``.
+    """
     hidden, weight, labels, *_, options, tp_group = arguments
     P = _check_tensors(arguments)
     V, rank, T_all = len(weight), collectives.group_rank(tp_group), labels.numel()
@@ -243,7 +290,8 @@ def _checked_call(
     impl = options.impl or ("triton" if hidden.is_cuda else "eager")
     checks.check_impl(impl, hidden)
 
-    schedule = planned(arguments, T, needs, P, auto_in_forward, converts=scores is not None)
+    converts = scores is not None
+    schedule = planned(arguments, T, needs, P, auto_in_forward, converts=converts, width=width)
     if scores is not None:
         schedule = scores(schedule)
     vocab_size = V * P if options.vocab_size is None else options.vocab_size
@@ -280,11 +328,21 @@ def _check_tensors(arguments: Arguments) -> int:
 
 
 def planned(
-    arguments: Arguments, T: int, needs: list[bool], P: int, auto_in_forward: bool, converts: bool
+    arguments: Arguments,
+    T: int,
+    needs: list[bool],
+    P: int,
+    auto_in_forward: bool,
+    converts: bool,
+    width: int | None = None,
 ) -> Schedule:
-    """Return the schedule; it ``converts`` if backward copies cached columns window by window."""
+    """Return the schedule; it ``converts`` if backward copies cached columns window by window.
+
+    dweight has ``width`` columns, or those of weight.
+    """
     hidden, weight, options = arguments.hidden, arguments.weight, arguments.options
     (V, H), itemsize = weight.shape, weight.element_size()
+    width = H if width is None else width
     is_uneven = options.vocab_range is not None
     V = largest_shard(V, vocab_size=options.vocab_size, is_uneven=is_uneven, P=P)
     # A plan of torch.compile's symbolic sizes only gives the fakes their shapes; the operators
@@ -308,7 +366,7 @@ def planned(
         max_logits_bytes=options.max_logits_bytes,
         expressible=not options.smoothing_needs_logits,
         converts=converts or hidden.dtype == torch.float16,
-        dweight_row_bytes=(H * itemsize, H * max(4, itemsize))
+        dweight_row_bytes=(width * itemsize, width * max(4, itemsize))
         if is_concrete and needs[1]
         else (0, 0),
         reduces=auto_in_forward and options.reduction != "none" and not options.with_metrics,

@@ -133,7 +133,7 @@ def _raise(differences: Sequence[str]) -> None:
 
 def _summary(call: Call, operands: Operands) -> dict[str, Any]:
     """Return this rank's facts about the call."""
-    hidden, weight, bias, labels, token_weight, _, inverse, offsets, _ = operands
+    hidden, weight, bias, labels, token_weight, _, inverse, offsets, *_ = operands
     options, start = call.options, call.vocab_start_index
     largest = int(labels.amax()) if labels.numel() else -1
     return {
@@ -142,6 +142,7 @@ def _summary(call: Call, operands: Operands) -> dict[str, Any]:
             "tokens": call.T_all,
             "dtype": str(call.dtype),
             "bias given": bias is not None,
+            "columns of weight that are trained": operands.trained.shape[1],
             "token_weight given": token_weight is not None,
             "temperature given": inverse is not None,
             **{f"{name}.requires_grad": x for name, x in call.needs._asdict().items()},

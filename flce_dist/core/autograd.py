@@ -35,7 +35,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, call, operands, main_grad, weight_ref):
-        """``operands`` begin with these three tensors; the host takes time for each argument.
+        """The first three are of ``operands``, weight its ``trained`` part; each takes host time.
 
         ``weight_ref`` refers to the caller's weight, perhaps a DTensor or of another dtype.
         """
@@ -104,7 +104,8 @@ def keep(
 def differentiable(call: Call, operands: Operands, weight: Tensor) -> tuple[Tensor, ...]:
     """Return what a call's schedule does, on the graph; ``weight`` is what the caller passed."""
     others = call, operands, captured(weight, call), weakref.ref(weight)
-    return LinearCrossEntropyFunction.apply(*operands[:3], *others)
+    graph = operands.hidden, operands.trained, operands.bias
+    return LinearCrossEntropyFunction.apply(*graph, *others)
 
 
 def refuse_transforms(name: str) -> None:
@@ -156,7 +157,7 @@ def run_backward(
         accumulator = None
         if operands is not None and call.needs.weight:
             if main_grad is None:
-                accumulator = new_dweight(operands.weight, call.dtype)
+                accumulator = new_dweight(operands.trained, call.dtype)
             else:
                 accumulator = main_grad.opened()
         dhidden, dweight, dbias = call.schedule.backward(

@@ -22,7 +22,10 @@ from flce_dist.kernels.rows.formulas import LossTerms
 _FEW_TOKENS = 32  # up to which rescaling cached columns takes about T / H of a call's time
 
 Results = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""dhidden [T_all, H] (under sequence parallelism [T_all / P, H]), dweight [V, H] and dbias [V]."""
+"""dhidden [T_all, H] (under sequence parallelism [T_all / P, H]), dweight [V, H] and dbias [V].
+
+dweight is [V, r] where the last r columns of weight alone are trained.
+"""
 
 Outputs = tuple[Tensor | None, ...]
 """``Metrics`` and, behind them, scalars of the schedule's own."""
@@ -35,7 +38,7 @@ class Needs(NamedTuple):
     """Which operands need a gradient, the same on every rank."""
 
     hidden: bool
-    weight: bool
+    weight: bool  # all of it, or its last columns
     bias: bool
 
 
@@ -64,10 +67,16 @@ class Operands(NamedTuple):
     inverse_temperature: Tensor | None = None  # as token_weight, 1 where ignored
     offsets: Tensor | None = None  # [T + 1] int64, of scores, whose labels are ids [N]
     n_counted: Tensor | None = None  # [] int32, with skip_ignored: the others are not computed
+    last_columns: Tensor | None = None  # [V and padding, r] of weight: these alone are trained
+
+    @property
+    def trained(self) -> Tensor:
+        """What dweight is of, if weight needs a gradient: the weight, or its last columns."""
+        return self.weight if self.last_columns is None else self.last_columns
 
 
 class Accumulator(NamedTuple):
-    """Where dweight is written: ``out`` [V and padding, H] is added to, or else overwritten."""
+    """Where dweight is written: ``out``, as ``Operands.trained``, is added to or overwritten."""
 
     out: Tensor
     adds: bool

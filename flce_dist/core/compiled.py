@@ -28,9 +28,9 @@ from flce_dist.core.call import (
 
 _OPERANDS = (
     "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? token_weight, "
-    "Tensor? temperature"
+    "Tensor? temperature, Tensor? last_columns"
 )
-_TENSORS = 6  # of them
+_TENSORS = 7  # of them
 # Types in an operator's schema; torch.compile may make some sizes symbolic.
 _TYPES: dict[Any, str] = {
     bool: "bool",
@@ -52,7 +52,9 @@ _FORWARD = f"({_OPERANDS}, {_SPEC}) -> Tensor[]"
 _BACKWARD = f"({_UPSTREAM}, {_OPERANDS}, Tensor[] saved, {_SPEC}) -> Tensor[]"
 
 
-def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
+def apply(
+    arguments: Arguments, needs: list[bool], last_columns: Tensor | None
+) -> tuple[Tensor, ...]:
     """Call the operator from compiled code; return the loss and, if asked for, metrics."""
     options, tp_group = arguments.options, arguments.tp_group
     if options.accumulate_dweight and needs[1]:
@@ -71,7 +73,8 @@ def apply(arguments: Arguments, needs: list[bool]) -> tuple[Tensor, ...]:
             "call by torch.compiler.disable"
         )
     outputs = _operator("forward", tp_group)(
-        *arguments[:_TENSORS],
+        *arguments[: _TENSORS - 1],
+        last_columns,
         *values_of(options),
         None if tp_group is None else tp_group.group_name,
         needs,
@@ -113,9 +116,10 @@ def _metrics(options: LossOptions) -> int:
 def _prepare(inputs: tuple[Any, ...]) -> tuple[Call, Operands]:
     *values, group_name, needs = inputs[_TENSORS:]
     group = None if group_name is None else torch_private.group_named(group_name)
-    arguments: Any = (*inputs[:_TENSORS], _options_of(values), group)
+    *tensors, last_columns = inputs[:_TENSORS]
+    arguments: Any = (*tensors, _options_of(values), group)
     # Symbolic sizes cannot tell whether dweight's memory is large enough for in_forward.
-    return prepare(Arguments(*arguments), needs, auto_in_forward=False)
+    return prepare(Arguments(*arguments), needs, auto_in_forward=False, last_columns=last_columns)
 
 
 def _present(tensors: Any, like: Tensor) -> list[Tensor]:
@@ -168,14 +172,16 @@ def _backward(dloss, dlse, dlogprob, dentropy, *inputs):
     # A needed gradient that is None here is one without elements, or without tokens: zeros.
     return [
         hidden.new_empty(0) if not need else torch.zeros_like(x) if g is None else g.view(x.shape)
-        for g, x, need in zip(gradients, (hidden, weight, bias), needs, strict=True)
+        for g, x, need in zip(gradients, (hidden, operands.trained, bias), needs, strict=True)
     ]
 
 
-def _fake_backward(dloss, dlse, dlogprob, dentropy, hidden, weight, labels, bias, *others):
+def _fake_backward(dloss, dlse, dlogprob, dentropy, *inputs):
+    hidden, weight, _, bias, *_, last_columns = inputs[:_TENSORS]
+    trained = weight if last_columns is None else last_columns
     return [
         torch.empty_like(x, memory_format=torch.contiguous_format) if need else hidden.new_empty(0)
-        for x, need in zip((hidden, weight, bias), others[-1], strict=True)
+        for x, need in zip((hidden, trained, bias), inputs[-1], strict=True)
     ]
 
 
@@ -195,7 +201,8 @@ def _differentiate(ctx, grads):
     backward = _operator("backward", ctx.spec[-2])
     gradients = backward(*upstream, *operands, saved, *ctx.spec)
     dhidden, dweight, dbias = (g if n else None for g, n in zip(gradients, needs, strict=True))
-    return dhidden, dweight, None, dbias, None, None, *(None for _ in ctx.spec)
+    of_weight, of_columns = (dweight, None) if operands[-1] is None else (None, dweight)
+    return dhidden, of_weight, None, dbias, None, None, of_columns, *(None for _ in ctx.spec)
 
 
 def _register(suffix: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from flce_dist.core.call import Accumulator, Backward, Call, Operands, Results
 from flce_dist.core.dlogits import Chunk, dlogits, split_columns
 from flce_dist.kernels import gemm
-from flce_dist.kernels.logits.operands import rows_of
+from flce_dist.kernels.logits.operands import part_of, rows_of
 from flce_dist.kernels.rows import formulas as formulas
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
 from flce_dist.parallel import transport
@@ -68,9 +68,9 @@ def row_gradient(
 class Gradients:
     """Sums the gradients that the call needs over chunks of tokens and windows of columns.
 
-    dweight, the accumulator's, sums several chunks only in the accumulation dtype. Rows beyond V
-    become 0, or stay if it ``accumulates``. dbias and ``acc``, a chunk's dhidden [T, H], are in the
-    dtype of statistics.
+    dweight, the accumulator's, is of all columns of weight or its last ones, and sums several
+    chunks only in the accumulation dtype. Rows beyond V become 0, or stay if it ``accumulates``.
+    dbias and ``acc``, a chunk's dhidden [T, H], are in the dtype of statistics.
     """
 
     def __init__(self, call: Call, operands: Operands, accumulator: Accumulator | None):
@@ -110,7 +110,8 @@ class Gradients:
             nonlocal factor
             if self.dweight is not None:
                 if factor is None:
-                    factor = dweight_factor(call, chunk, rows, in_place, scratch)
+                    columns = self.dweight.shape[1]
+                    factor = dweight_factor(call, chunk, rows, in_place, scratch, columns)
                 hidden, row = factor
                 out = rows_of(self.dweight, start, end)
                 adds = chunk.tokens[0] > 0 or self.accumulates
@@ -175,17 +176,24 @@ def product_of(call: Call, chunk: Chunk) -> Callable[..., None]:
 
 
 def dweight_factor(
-    call: Call, chunk: Chunk, rows: RowGradient, in_place: bool, scratch: Tensor | None
+    call: Call,
+    chunk: Chunk,
+    rows: RowGradient,
+    in_place: bool,
+    scratch: Tensor | None,
+    columns: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return hidden times the tokens' scales [T, H], and what smoothing adds to dweight's rows [H].
+    """Return hidden times the tokens' scales [T, n], and what smoothing adds to dweight's rows [n].
 
-    It overwrites gathered hidden if ``in_place``, else ``scratch`` or a new buffer; the caller's
-    hidden is never written.
+    n are the last ``columns`` of H. It overwrites gathered hidden if ``in_place``, else ``scratch``
+    or a new buffer; the caller's hidden is never written.
     """
     assert chunk.logits is not None and chunk.gather is not None
     chunk.gather.wait()
-    kernels, ignore_index = call.kernels, call.options.ignore_index
-    hidden, labels = chunk.logits.hidden, chunk.labels
+    kernels, ignore_index, H = call.kernels, call.options.ignore_index, chunk.logits.H
+    hidden, labels = part_of(chunk.logits.hidden, H - columns, H), chunk.labels
+    if scratch is not None:
+        scratch = part_of(scratch, H - columns, H)
     out = hidden if in_place and chunk.gather.owns_tokens else scratch
     if out is None:
         out = torch.empty_like(hidden, memory_format=torch.contiguous_format)

@@ -231,7 +231,8 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
         if gradients.dweight is not None:
             if turn == 0:
                 # Ignored rows of gathered hidden may be cleared in place: D of these rows is 0.
-                hidden, row = dweight_factor(call, chunk, rows, rows.scale is None, scratch)
+                in_place, columns = rows.scale is None, gradients.dweight.shape[1]
+                hidden, row = dweight_factor(call, chunk, rows, in_place, scratch, columns)
                 hbar = hidden.new_empty(len(mass), hidden.shape[1], dtype=call.stats_dtype)
                 gemm.add_matmul(hbar, mass, hidden, first=True)
             kernels.kept_dweight(

@@ -4,7 +4,7 @@ V vocabulary rows of this rank, H hidden size, r the rank of an adapter.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,18 @@ _SHARDING = ("torch.distributed.fsdp.", "torch.distributed._composable.")
 _COUNTING = ("torch.utils.module_tracker",)
 """Modules whose hooks only move tensors or count calls; any other hook may look at logits."""
 
-Operands = tuple[Tensor, Tensor, Tensor | None]  # hidden [..., H], weight [V, H], bias [V]
+
+class Operands(NamedTuple):
+    """What makes the logits [..., V] of a layer, and of LoRA on it."""
+
+    hidden: Tensor  # [..., H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    low_rank: tuple[Tensor, Tensor] | None = None  # [..., r] and [V, r], of all adapters
+
+    def logits(self) -> Tensor:
+        z = F.linear(self.hidden, self.weight, self.bias)
+        return z if self.low_rank is None else z + F.linear(*self.low_rank)
 
 
 class FusedLayer:
@@ -77,7 +88,7 @@ class FusedLayer:
     def logits_in_its_call(self: Any, hidden: Tensor, operands: Operands) -> Tensor:
         """Return the logits [..., V], while the layer's call computes a loss."""
         if adapters_of(self):
-            return F.linear(*operands)
+            return operands.logits()
         if _hooks_of(self, _OUTPUT_HOOKS, _SPLITTING):
             return nn.Module.__call__(self, hidden)
         return (self.set_aside or super().forward)(hidden)  # type: ignore[misc]
@@ -90,14 +101,18 @@ class FusedLayer:
                 "the output layer; call the model with logits=True"
             )
         if adapters_of(self):
-            return F.linear(*operands)
+            return operands.logits()
         return vars(self).get("forward", super().forward)(hidden)  # type: ignore[misc]
 
 
-def loss_of(operands: Any, labels: Tensor, formula: Formula, keywords: dict[str, Any]) -> Tensor:
+def loss_of(
+    operands: Operands, labels: Tensor, formula: Formula, keywords: dict[str, Any]
+) -> Tensor:
     """Return the loss of labels [T]."""
-    hidden, weight, bias = operands
+    hidden, weight, bias, low_rank = operands
     rows = formula.rows(hidden)
+    if low_rank is not None:
+        low_rank = formula.rows(low_rank[0]), low_rank[1]
     mesh: Any = getattr(weight, "device_mesh", None)
     is_split = isinstance(weight, DTensor) and weight.placements == (Shard(0),)
     return linear_cross_entropy(
@@ -107,6 +122,7 @@ def loss_of(operands: Any, labels: Tensor, formula: Formula, keywords: dict[str,
         softcap=formula.softcap,
         logit_scale=formula.scale,
         bias=bias if bias is None or formula.scale == 1.0 else bias * formula.scale,
+        low_rank=low_rank,
         tp_group=mesh.get_group() if is_split else None,
         sequence_parallel=isinstance(rows, DTensor) and rows.placements == (Shard(1),),
         **keywords,
@@ -153,20 +169,20 @@ def adapters_of(layer: Any) -> list[str]:
 
 
 def operands(layer: Any, hidden: Tensor) -> Operands:
-    """Return what makes the logits [..., V] as one product: with LoRA both have H + r columns."""
+    """Return what makes the logits [..., V], once for all of its uses: LoRA's dropout is drawn."""
     if hasattr(layer, "trainable_tokens_delta"):  # PEFT leaves out the bias, too
-        return hidden, layer.get_merged_weights(layer.active_adapters), None
-    whole = hidden
-    weight = linear_of(layer).weight
-    bias = linear_of(layer).bias
+        return Operands(hidden, layer.get_merged_weights(layer.active_adapters), None)
+    weight, bias = linear_of(layer).weight, linear_of(layer).bias
+    lows, highs = [], []
     for name in adapters_of(layer):
         A, B, scaling = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
         low = A(layer.lora_dropout[name](hidden.to(A.weight.dtype))) * scaling
-        whole = torch.cat((whole, low.to(hidden.dtype)), dim=-1)
-        weight = torch.cat((weight, B.weight.to(weight.dtype)), dim=-1)
+        lows.append(low.to(hidden.dtype))
+        highs.append(B.weight.to(weight.dtype))
         if B.bias is not None:
             bias = B.bias * scaling + (0.0 if bias is None else bias)
-    return whole, weight, bias
+    low_rank = (torch.cat(lows, -1), torch.cat(highs, 1)) if lows else None
+    return Operands(hidden, weight, bias, low_rank)
 
 
 # --- what stands in the way

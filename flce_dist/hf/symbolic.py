@@ -116,15 +116,15 @@ class LayerCall:
             self.operands = operands(self.layer, hidden)
             if self.recording.wants_logits and self.values is None:
                 self.values = self.layer.logits_in_its_call(hidden, self.operands)
-            return of_operands()
+            return of(self.operands)
 
-        def of_operands() -> Tensor:
+        def of(operands: Operands) -> Tensor:
             keywords = {**options, **self.recording.keywords}
-            return loss_of(self.operands, labels, formula, keywords)
+            return loss_of(operands, labels, formula, keywords)
 
         self.is_in_loss = True
         if self.operands is not None and not self.layer.needs_its_hooks():
-            return of_operands()
+            return of(self.operands)
         return self.layer.called(self.hidden, compute=compute)
 
 

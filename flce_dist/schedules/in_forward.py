@@ -64,7 +64,7 @@ class InForward(Sizes):
         accumulator = None
         if call.needs.weight:
             dtype = call.dtype if rounds_once else call.stats_dtype
-            accumulator = new_dweight(operands.weight, dtype)
+            accumulator = new_dweight(operands.trained, dtype)
         gradients = Gradients(call, operands, accumulator)
 
         def of_loss(
@@ -128,12 +128,12 @@ class InForward(Sizes):
         def new(x: Tensor | None, dtype: torch.dtype, needed: bool) -> Tensor | None:
             return x.new_empty(x.shape, dtype=dtype) if needed and x is not None else None
 
-        hidden, weight, bias, labels = operands[:4]
+        hidden, bias, labels = operands.hidden, operands.bias, operands.labels
         late_norm = call.options.reduction == "mean" and call.is_from_lse
         return SavedGradients(
             hidden.new_empty((), dtype=call.stats_dtype) if late_norm else None,
             new(hidden, call.dtype, call.needs.hidden),
-            new(weight, _saved_dtype(call.dtype), call.needs.weight),
+            new(operands.trained, _saved_dtype(call.dtype), call.needs.weight),
             new(bias, call.stats_dtype, call.needs.bias),
             hidden.new_empty(hidden.shape[0], dtype=labels.dtype)
             if call.options.reduction == "none"
@@ -153,14 +153,15 @@ class InForward(Sizes):
         self, call: Call, logits: ShardLogits, dweight: Tensor | None, *, lends: bool
     ) -> ColumnCache:
         """Return windows for the exponentials of a chunk of tokens, lent ones first."""
-        T, H, dtype, windows = logits.T, logits.H, call.cache_dtype, []
+        T, dtype, windows = logits.T, call.cache_dtype, []
         lending = self.lending if lends and dweight is not None else ()
         column_bytes = T * dtype.itemsize
         for columns, row in lending:
             assert dweight is not None
-            flat, start = dweight.view(-1), row * H
+            flat, width = dweight.view(-1), dweight.shape[1]
+            start = row * width
             # A shard with fewer rows than the plan holds fewer columns there.
-            fitting = (call.V * H - start) * flat.element_size() // column_bytes
+            fitting = (call.V * width - start) * flat.element_size() // column_bytes
             columns = min(columns, fitting // INVARIANT_ROWS * INVARIANT_ROWS)
             if columns > 0:
                 elements = columns * column_bytes // flat.element_size()
