@@ -46,6 +46,24 @@ def test_scores_are_measured_beside_the_loss(tmp_path):
         assert (r.dweight_error is None) == (r.over == "ids" or r.mode == "forward")
 
 
+def test_a_frozen_head_with_scores_and_with_low_rank_columns(tmp_path):
+    """Against two GEMMs, scores against the loss; LoRA's columns begin at 0 and change nothing."""
+    runs = [
+        "{impl: eager, frozen: true}",
+        "{impl: eager, frozen: true, over: vocabulary, ids: 2}",
+        "{impl: eager, frozen: true, low_rank: 3}",
+    ]
+    assert run(tmp_path, "".join(f"  - {x}\n" for x in runs)) == 0
+    found = {(r.T, r.run.name): r for r in records(tmp_path)}
+    assert {name for _, name in found} >= {"eager auto frozen low_rank 3", "gemm2"}
+    for (T, name), r in found.items():
+        if name != "gemm2":
+            assert r.status == "ok" and r.floor_ms == found[T, floor_of(r.run)].p50_ms
+            assert r.loss_error <= 1e-6 and r.dhidden_error <= 1e-5 and r.dweight_error is None
+    with pytest.raises(ConfigError, match=r"^low_rank is of a mean of triton and eager, with froz"):
+        run(tmp_path, "  - {impl: eager, low_rank: 3}\n")
+
+
 def test_best_ids_are_measured_beside_one_gemm(tmp_path):
     """Of ranks the loss is compared; of best ids and samples nothing is."""
     runs = [

@@ -13,7 +13,16 @@ from flce_dist.arguments.options import Kind, ScheduleName
 from flce_dist.launch.bench.divergences import DIVERGENCES
 from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.peers import PEERS, TOP_K_PEER
-from flce_dist.launch.ranges import BELOW_1, COUNT, NOT_NEGATIVE, POSITIVE, SEED, SIZE, UNIT
+from flce_dist.launch.ranges import (
+    BELOW_1,
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    SIZE,
+    SIZE_OR_0,
+    UNIT,
+)
 from flce_dist.launch.yaml_config import check_ranges, from_command_line, require
 
 Mode = Literal["forward", "forward_backward"]
@@ -41,6 +50,8 @@ class RunSpec:
     skip_ignored: bool = False
     frozen: bool = False
     """The weight needs no gradient, as with adapters elsewhere; the floor is then gemm2."""
+    low_rank: Annotated[int, SIZE_OR_0] = 0
+    """Of ours, frozen: so many columns of LoRA on the output layer are trained."""
     per_token: bool = False
     """Of ours: a loss for each token, with upstream gradients of their own."""
     over: Literal["vocabulary", "ids"] | None = None
@@ -81,6 +92,8 @@ class RunSpec:
             words.append(f"eps {self.filter_eps:.2g}")
         flags = "max_counted", "skip_ignored", "frozen", "per_token"
         words += [name for name in flags if getattr(self, name)]
+        if self.low_rank:
+            words.append(f"low_rank {self.low_rank}")
         if self.over is not None:
             words.append(f"over {self.over} K={self.ids} {self.spread}")
         if self.best is not None:
@@ -244,6 +257,10 @@ def check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
             alone = run.over is None and run.mode == "forward" and shape.counted == 1.0
             best = f"best is of mode forward {ours}, whose every token counts, got {run.name!r}"
             require(alone and (run.is_ours or run.impl == TOP_K_PEER), best)
+        if run.low_rank:
+            alone = run.over is None and not run.per_token and run.filter_eps is None
+            fits = run.is_ours and run.frozen and alone and run.mode == "forward_backward"
+            require(fits, f"low_rank is of a mean {ours}, with frozen, got {run.name!r}")
         for name in ("max_counted", "skip_ignored"):
             told = f"{name} is an option {ours}, got {run.name!r}"
             require(run.is_ours or not getattr(run, name), told)

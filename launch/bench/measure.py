@@ -135,6 +135,9 @@ class Measured:
         self._loss_of = partial(linear_cross_entropy, **options)
         if run.per_token:
             self._loss_of = partial(_mean_of_each, options=options)
+        if run.low_rank:
+            low_rank = self.problem.low_rank_of(run)
+            self._loss_of = partial(linear_cross_entropy, low_rank=low_rank, **options)
 
     def _leaves(self) -> tuple[Tensor, Tensor]:
         """Hidden and weight of the problem as this run takes them; no copies."""

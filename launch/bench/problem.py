@@ -77,6 +77,20 @@ class Problem:
         ids[:, 0] = self.labels
         return ids
 
+    def low_rank_of(self, run: RunSpec) -> tuple[Tensor, Tensor]:
+        """Return x of this rank's tokens [T, r], and b [V / P, r], which is trained.
+
+        b is 0, as before the first step of LoRA, so that loss and dhidden are those without it. Its
+        gradient is made and dropped.
+        """
+        tokens, r = len(self.hidden[self.tokens_of(run)]), run.low_rank
+        generator = torch.Generator(self.weight.device).manual_seed(3)
+        like: dict[str, Any] = {"dtype": self.weight.dtype, "device": self.weight.device}
+        x = torch.randn(tokens, r, generator=generator, **like)
+        b = torch.zeros(len(self.weight), r, **like).requires_grad_()
+        b.register_post_accumulate_grad_hook(lambda of_b: setattr(of_b, "grad", None))
+        return x, b
+
     def column_of_label(self, tokens: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Return [n] the label's column on this rank, or 0, and whether this rank has it."""
         rows = len(self.weight)

@@ -66,6 +66,7 @@ class Record:
     max_counted: bool = False
     skip_ignored: bool = False
     frozen: bool = False  # the weight
+    low_rank: int = 0  # columns that are trained
     per_token: bool = False  # a loss for each
     over: str | None = None  # of linear_logprob, as ids and spread
     best: str | None = None  # of linear_top_k and linear_sample
