@@ -155,6 +155,21 @@ def test_a_second_backward_gives_the_same() -> None:
     assert torch.equal(first[0], torch.autograd.grad(both, hidden)[0])
 
 
+def test_hidden_states_are_not_kept() -> None:
+    """Of as many bytes as the vectors that are, they may go before backward."""
+    given = frozen()
+    found = []
+    for changes in (False, True):
+        leaf = given.hidden.clone().requires_grad_()
+        hidden = leaf * 1.0
+        out = linear_logprob(hidden, given.weight, given.ids)
+        if changes:
+            hidden.detach().zero_()  # an error where backward reads them
+        (dhidden,) = torch.autograd.grad(out.logprob.nan_to_num().sum() + out.lse.sum(), leaf)
+        found.append(dhidden)
+    assert torch.equal(*(x.nan_to_num() for x in found))
+
+
 def test_logits_are_computed_once_and_multiplied_once(mutate: Patch) -> None:
     columns: list[int] = []
 

@@ -1,7 +1,7 @@
 """Checks of arguments; errors name the argument, what is expected and what was given."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -128,43 +128,38 @@ def check_tensor(
         )
 
 
-def checked_low_rank(
-    low_rank: object,
-    hidden: Tensor,
-    weight: Tensor,
-    options: LossOptions,
-    cast: Callable[[Any], Any],
-) -> tuple[Tensor, Tensor]:
-    """Return the two factors, ``cast`` as hidden and weight are."""
+def check_low_rank(low_rank: object, options: LossOptions) -> None:
+    """Check that it is a pair of plain tensors, and that the options take one."""
     if not isinstance(low_rank, tuple | list) or len(low_rank) != 2:
         got = values.shown(low_rank)
         raise ValueError(f"low_rank must be None or a pair of tensors (x, b), got {got}")
+    for i, x in enumerate(low_rank):
+        check_tensor(f"low_rank[{i}]", x, FLOATS)
+        if isinstance(x, DTensor):
+            raise NotImplementedError(
+                f"low_rank[{i}] must be a plain tensor, got a DTensor: pass this rank's part, "
+                "to_local()"
+            )
     if options.accumulate_dweight or not isinstance(options.schedule, str):
         raise NotImplementedError(
             "low_rank needs accumulate_dweight=False and a schedule that is a name, got "
             f"accumulate_dweight={options.accumulate_dweight} and schedule={options.schedule!r}"
         )
-    tensors = {"low_rank[0]": cast(low_rank[0]), "low_rank[1]": cast(low_rank[1])}
-    for name, x in {"weight": weight, **tensors}.items():
-        check_tensor(name, x, FLOATS, hidden)
-        if isinstance(x, DTensor):
-            raise NotImplementedError(
-                f"{name} must be a plain tensor, got a DTensor: pass this rank's part, to_local()"
-            )
-        if x.dtype != hidden.dtype:
-            raise ValueError(f"{name} must have hidden's dtype {hidden.dtype}, got {x.dtype}")
-    x, b = tensors.values()
-    if x.shape[:-1] != hidden.shape[:-1] or x.dim() < 1 or b.dim() != 2:
+
+
+def check_low_rank_shapes(x: Tensor, b: Tensor, hidden: Tensor, weight: Tensor) -> None:
+    for i, factor in enumerate((x, b)):
+        check_tensor(f"low_rank[{i}]", factor, (hidden.dtype,), hidden)
+    if x.shape[:-1] != hidden.shape[:-1] or x.dim() < 1:
         raise ValueError(
-            f"low_rank must be ([..., r], [V, r]) with hidden {tuple(hidden.shape)}, got "
-            f"{tuple(x.shape)} and {tuple(b.shape)}"
+            f"low_rank[0] must be {(*hidden.shape[:-1], 'r')} from hidden {tuple(hidden.shape)}, "
+            f"got {tuple(x.shape)}"
         )
     if b.shape != (len(weight), x.shape[-1]):
         raise ValueError(
             f"low_rank[1] must be [V, r] with V = {len(weight)} from weight and r = {x.shape[-1]} "
             f"from low_rank[0], got {tuple(b.shape)}"
         )
-    return x, b
 
 
 def check_group(

@@ -103,13 +103,11 @@ def with_low_rank(
     hidden, weight = arguments.hidden, arguments.weight
     checks.check_tensor("hidden", hidden, checks.FLOATS)
     checks.check_tensor("weight", weight, checks.FLOATS, hidden)
-    device_type = hidden.device.type
-
-    def cast(x: Tensor) -> Tensor:
-        return x.to(dtype_in_autocast(x, device_type)) if isinstance(x, Tensor) else x
-
-    hidden, weight = cast(hidden), cast(weight)
-    x, b = checks.checked_low_rank(low_rank, hidden, weight, arguments.options, cast)
+    checks.check_low_rank(low_rank, arguments.options)
+    hidden, weight, x, b = (
+        y.to(dtype_in_autocast(y, hidden.device.type)) for y in (hidden, weight, *low_rank)
+    )
+    checks.check_low_rank_shapes(x, b, hidden, weight)
     is_trained = torch.is_grad_enabled() and b.requires_grad and not weight.requires_grad
     columns = b.detach() if is_trained else b
     wide = arguments._replace(

@@ -7,7 +7,7 @@ T = tokens of the tensor-parallel group, H = hidden size, P = ranks, N = ids of 
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +24,10 @@ from flce_dist.scores.named import NamedSaved, scored, sorted_ids
 from flce_dist.scores.over_vocabulary import (
     NamedElements,
     RestSaved,
-    factors,
     if_counted,
     name_ids,
     rest_saved,
+    score_factors,
 )
 
 
@@ -70,8 +70,7 @@ class OverVocabularyInForward:
 
         of_chunks, _ = self.chunks.add_chunks(one, gradients, of_mean)
         z = collectives.all_reduce_sum(z, call.tp_group)
-        joined: Any = (None if x[0] is None else torch.cat(x) for x in zip(*of_chunks, strict=True))
-        stats = TokenStats(*joined)
+        stats = _joined(of_chunks)
         mean, _, _ = gradients.finished()
         assert mean is not None and operands.offsets is not None
         result, outputs, named = scored(call, operands, z, ids, stats)
@@ -90,18 +89,18 @@ class OverVocabularyInForward:
         named, rest, of_mean = NamedSaved(*saved[:n]), RestSaved(*saved[n:m]), MeanSaved(*saved[m:])
         ids = named.with_offsets(of_mean.offsets)
         inverse = if_counted(of_mean.inverse_temperature, rest.labels, 1.0)
-        of = factors(call, named, ids, rest, request.upstream, inverse)
+        factors = score_factors(call, named, ids, rest, request.upstream, inverse)
         of_named = new_dhidden(call, of_mean.weight)
         of_named.acquire()
         call.kernels.dhidden_of_ids(
-            of.named, ids, rows_of(of_mean.weight, 0, call.V),
+            factors.named, ids, rows_of(of_mean.weight, 0, call.V),
             vocab_start_index=call.vocab_start_index, out=of_named.tokens,
         )  # fmt: skip
         of_named.start()
-        factor = of.dtotal * rest.other.exp()
-        if of.dother is not None:
-            factor = factor + of.dother
-        factor = tokens_here(call, factor * of.slope)
+        factor = factors.dtotal * rest.other.exp()
+        if factors.dother is not None:
+            factor = factor + factors.dother
+        factor = tokens_here(call, factor * factors.slope)
         out = of_mean.mean if request.is_last else torch.empty_like(of_mean.mean)
         call.kernels.scale_rows(
             of_mean.mean, factor, tokens_here(call, rest.labels),
@@ -125,6 +124,11 @@ class WithoutNamed(NamedTuple):
         of_chunk = ids._replace(ids=ids.ids.where(here, -1), token=token)
         zeros = torch.zeros_like(here, dtype=self.call.stats_dtype)
         NamedElements(self.call, of_chunk, zeros).write(d, start)
+
+
+def _joined(of_chunks: list[TokenStats]) -> TokenStats:
+    """Return what scores read of the statistics, of all tokens."""
+    return TokenStats(*(torch.cat(parts) for parts in list(zip(*of_chunks, strict=True))[:3]))
 
 
 def _mean_rows(stats: TokenStats, *, from_lse: bool) -> RowGradient:

@@ -68,13 +68,14 @@ class OverVocabulary:
         named, rest, cache = NamedSaved(*saved[:n]), RestSaved(*saved[n:-1]), saved[-1]
         ids = named.with_offsets(operands.offsets)
         inverse = if_counted(operands.inverse_temperature, rest.labels, 1.0)
-        of = factors(call, named, ids, rest, request.upstream, inverse)
-        affine = tuple(x * of.slope for x in _affine(rest, named.entropy, of))
-        rows = RowGradient(None, rest.reference, torch.zeros_like(of.dtotal), affine, None)
-        factor = of.named
+        factors = score_factors(call, named, ids, rest, request.upstream, inverse)
+        affine = tuple(x * factors.slope for x in _affine(rest, named.entropy, factors))
+        rows = RowGradient(None, rest.reference, torch.zeros_like(factors.dtotal), affine, None)
+        factor = factors.named
         if call.is_from_lse:
-            unnamed = [x for x in (of.dtotal, of.dother, of.dentropy) if x is not None]
-            size = (torch.stack(unnamed) * of.slope).abs().amax(0)
+            of_rest = (factors.dtotal, factors.dother, factors.dentropy)
+            unnamed = torch.stack([x for x in of_rest if x is not None])
+            size = (unnamed * factors.slope).abs().amax(0)
             rows = rows.balanced(size.scatter_reduce_(0, ids.token, factor.abs(), "amax"))
             assert rows.scale is not None
             factor = factor / rows.scale.index_select(0, ids.token)
@@ -83,7 +84,7 @@ class OverVocabulary:
             request._replace(operands=operands),
             TokenStats(rest.reference, rest.reference, rest.others),
             rows,
-            cache if of.dentropy is None else None,
+            cache if factors.dentropy is None else None,
         )
         chunk = chunk._replace(elements=NamedElements(call, ids, factor))
         gradients.add(chunk)
@@ -140,7 +141,7 @@ class ScoreFactors(NamedTuple):
     slope: Tensor | float  # of a product h . w, where there is no softcap
 
 
-def factors(
+def score_factors(
     call: Call, named: NamedSaved, ids: TokenIds, rest: RestSaved, upstream: Upstream,
     inverse: Tensor | None,
 ) -> ScoreFactors:  # fmt: skip
@@ -160,7 +161,7 @@ def factors(
     return ScoreFactors(of_named, dtotal, dother, dentropy, slope)
 
 
-def _affine(rest: RestSaved, entropy: Tensor | None, of: ScoreFactors) -> tuple[Tensor, ...]:
+def _affine(rest: RestSaved, entropy: Tensor | None, factors: ScoreFactors) -> tuple[Tensor, ...]:
     """Return that of ``RowGradient`` at ids that are not named, by z: with U their sum,
 
     ``dz_v = p_v (dtotal - dH (log p_v + H)) + exp(x_v) dother / U``, where ``log p_v = x_v -
@@ -169,11 +170,11 @@ def _affine(rest: RestSaved, entropy: Tensor | None, of: ScoreFactors) -> tuple[
     is_left = rest.others != 0  # NaN stays
     left = rest.others.where(is_left, 1.0)
     p_scale = (rest.other.exp() / left).where(is_left, 0.0)  # exp(-log_total)
-    a = of.dtotal * p_scale
-    if of.dother is not None:
-        a = a + of.dother / left
-    if of.dentropy is None or entropy is None:
+    a = factors.dtotal * p_scale
+    if factors.dother is not None:
+        a = a + factors.dother / left
+    if factors.dentropy is None or entropy is None:
         return (a,)
     log_total = (left.log() - rest.other).where(is_left, 0.0)
-    a = a - of.dentropy * (entropy - log_total) * p_scale
-    return a, -of.dentropy * p_scale, torch.zeros_like(a)
+    a = a - factors.dentropy * (entropy - log_total) * p_scale
+    return a, -factors.dentropy * p_scale, torch.zeros_like(a)
