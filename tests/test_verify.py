@@ -289,6 +289,10 @@ def test_a_case_is_called_as_it_says(mutate):
             assert ("bias" in asked) == variant.bias
             assert (asked["token_weight"] is not None) == variant.token_weight
             assert isinstance(asked.get("temperature"), torch.Tensor) == variant.tempered
+            assert (asked.get("low_rank") is not None) == variant.low_rank
+            assert asked["weight"].requires_grad == (
+                "weight" in variant.trained and not variant.low_rank
+            )
     assert not seen
 
 

@@ -48,6 +48,7 @@ class Variant:
     skips: bool = False  # most tokens are ignored, and skip_ignored is set
     filtered: bool = False  # by filter_eps, on data of which some tiles are not kept
     trained: tuple[str, ...] = ("hidden", "weight", "bias")  # operands that need a gradient
+    low_rank: bool = False  # the last half of the weight's columns alone is trained
     over: Over | None = None  # scores at ids instead of a loss
     entropy: bool = True  # among scores
     best: int = 0  # so many best ids of each token, ranks and samples instead of a loss
@@ -127,6 +128,11 @@ def variants() -> list[Variant]:
             token_weight=True, tempered=True, padding=5, uneven=True, trained=("hidden",),
         ),
         Variant("frozen head, metrics", "none", metrics=True, bias=True, trained=("hidden",)),
+        Variant("low rank", bias=True, low_rank=True, options=(smoothing,)),
+        Variant(
+            "low rank, options", "sum", options=(softcap, scale), token_weight=True, tempered=True,
+            padding=5, uneven=True, low_rank=True,
+        ),
         Variant("weight alone", bias=True, trained=("weight",)),
         Variant("bias alone", "none", bias=True, trained=("bias",)),
         Variant("no gradients", bias=True, trained=()),

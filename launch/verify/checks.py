@@ -153,6 +153,8 @@ def _results(
         has_entropy = case.variant.entropy
         scores = linear_logprob(schedule=case.schedule, with_entropy=has_entropy, **options)
         return _scores(scores, leaves, data)
+    if case.variant.low_rank:
+        options |= _low_rank(leaves)
     parts = {"teacher_hidden": tokens, "teacher_weight": own, "teacher_bias": own}
     out = call(
         labels=data.labels,
@@ -232,6 +234,14 @@ def _leaves(
     return {k: x.to(dtype, copy=True).requires_grad_(k in trained) for k, x in parts.items()}
 
 
+def _low_rank(leaves: dict[str, Any]) -> dict[str, Any]:
+    """Return keywords of a call whose low rank is the last half of the columns, with the others."""
+    hidden, weight = leaves["hidden"], leaves["weight"]
+    n = hidden.shape[1] // 2
+    low_rank = hidden[:, n:], weight[:, n:]
+    return {"hidden": hidden[:, :n], "weight": weight[:, :n].detach(), "low_rank": low_rank}
+
+
 def _textbook(data: Data, variant: Variant, dtype: torch.dtype, metric_gradients: bool) -> Results:
     leaves = _leaves(data, variant, slice(None), slice(None), dtype)
     options = _options(variant, data)
@@ -245,7 +255,11 @@ def _textbook(data: Data, variant: Variant, dtype: torch.dtype, metric_gradients
         outputs = reference_linear_divergence(labels=data.labels, **leaves, **theirs, **options)
         results = _differentiate(outputs, leaves, data, False, _names(variant))
         return {**results, "lse": _lse(leaves, data, options)}
-    outputs = reference_linear_cross_entropy(labels=data.labels, **leaves, **options)
+    operands = leaves
+    if variant.low_rank:
+        weight, n = leaves["weight"], leaves["weight"].shape[1] // 2
+        operands = {**leaves, "weight": torch.cat((weight[:, :n].detach(), weight[:, n:]), 1)}
+    outputs = reference_linear_cross_entropy(labels=data.labels, **operands, **options)
     one, zero = data.hidden.new_tensor([1.0, 0.0], dtype=torch.float32)
     of_all = (*outputs, one, zero)
     return _differentiate(of_all, leaves, data, metric_gradients, _names(variant))
