@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from flce_dist.schedules import choose
 from flce_dist.testing import error_budget
 from tests import problems, score_problem
 from tests.outcomes import Results
@@ -84,3 +85,14 @@ def test_loss(impl: str, size: str, name: str, schedule: str) -> None:
     truth = problems.run_reference(inputs.to(torch.float64), Upstream(1.0), **options)
     actual = problems.run_op(inputs, Upstream(g), impl=impl, schedule=schedule, **options)
     assert_accurate(name, actual, truth, eager, g)
+
+
+@both
+@pytest.mark.parametrize("how", [{"max_counted": 20}, {"skip_ignored": True}], ids=str)
+def test_hidden_states_are_scaled_once_no_window_reads_them_again(impl, how, monkeypatch):
+    """A gradient of the entropy computes cached columns again, here in several windows."""
+    for name in ("_MIN_WINDOW", "_MAX_WINDOW"):
+        monkeypatch.setattr(choose, name, 64)
+    inputs = make_inputs(24, 300, 32, torch.float16, ignored=0.4)
+    upstream = Upstream(1.0, metric_upstream(24, "lse", "entropy"))
+    problems.check(inputs, upstream, impl=impl, schedule="cached", **how)

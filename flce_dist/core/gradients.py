@@ -98,7 +98,8 @@ class Gradients:
         rows = chunk.rows.folded() if contains_scale else chunk.rows
 
         scratch, product = self.new_accumulator(chunk), product_of(call, chunk)
-        in_place = contains_scale or windows[-1].cached is not None
+        reads_hidden_again = windows[-1].cached is None or chunk.again is not None
+        in_place = contains_scale or not reads_hidden_again
         factor: tuple[Tensor, Tensor | None] | None = None  # of dweight, once hidden has arrived
 
         def add_dhidden(start: int, end: int, d: Tensor) -> None:
