@@ -167,23 +167,38 @@ def test_a_teachers_rows_for_a_student_of_fewer_ids(P: int) -> None:
         teacher_shard(whole, (140, V + 1))
 
 
-def test_ranks_of_other_teachers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "usual", "words"),
+    [
+        ("teacher_softcap", 5.0, r"plan is .*softcap 5\.0.* on rank 0 and .*softcap 6\.0"),
+        ("teacher_logit_scale", 5.0, r"plan is .*logit_scale 5\.0.* on rank 0"),
+        ("teacher_temperature", torch.ones(8), "hash of teacher_temperature is"),
+        ("temperature", torch.ones(8), "hash of temperature is"),
+        ("beta", 0.5, r"plan is .*beta=0\.5.* on rank 0"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_ranks_of_other_teachers(
+    name: str, usual: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FLCE_DIST_CHECK_RANKS", "1")
     given = problem(tokens=(8,))
 
     def one(group: dist.ProcessGroup) -> None:
         start, end = vocab_range(V, group.rank(), 2)
-        softcap = 5.0 + group.rank()
+        step = 0.1 if name == "beta" else 1.0
+        options: dict[str, Any] = {name: usual + step * group.rank()}
         linear_divergence(
             given.hidden,
             given.weight[start:end],
             given.teacher_hidden,
             given.teacher_weight[start:end],
             tp_group=group,
-            teacher_softcap=softcap,
+            kind="jsd",
+            **options,
         )
 
-    with pytest.raises(ValueError, match=r"ranks must call alike: plan is .*softcap 5.0"):
+    with pytest.raises(ValueError, match=f"ranks must call alike: {words}"):
         run_ranks(one, 2)
 
 

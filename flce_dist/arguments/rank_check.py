@@ -42,12 +42,12 @@ class _Message(NamedTuple):
     facts: Mapping[str, Any]
 
 
-def check_alike(function: str, call: Call, operands: Operands) -> None:
+def check_alike(function: str, call: Call, operands: Operands, **others: Tensor | None) -> None:
     """Compare a function's first call with a group over its ranks; their hosts wait.
 
     Compared are sizes, dtypes, options, which operands there are and which need a gradient; then
     whether the ranks' rows of the vocabulary meet; then the values of labels (or ids), token_weight
-    and temperature; then the plan. Not in a capture, and not if all ranks have
+    and temperature, and of ``others`` by their names; then the plan. Not in a capture, and not if all ranks have
     ``FLCE_DIST_CHECK_RANKS=0``. What was refused is compared again at the next call.
 
     Raises:
@@ -57,7 +57,7 @@ def check_alike(function: str, call: Call, operands: Operands) -> None:
     group = call.tp_group
     if group is None or not _is_first(function, group, operands.hidden):
         return
-    facts = _facts_of_all(function, _summary(call, operands), group, operands.hidden)
+    facts = _facts_of_all(function, _summary(call, operands, others), group, operands.hidden)
     arguments, rows, values, plans, weights = zip(*(x.values() for x in facts), strict=True)
     # A later difference may be a consequence of an earlier one.
     _raise(_differences(arguments) or _seams(rows) or _differences(values) or _differences(plans))
@@ -131,7 +131,7 @@ def _raise(differences: Sequence[str]) -> None:
     raise ValueError(f"ranks must call alike: {text}" + (f"; {hint}" if hint else ""))
 
 
-def _summary(call: Call, operands: Operands) -> dict[str, Any]:
+def _summary(call: Call, operands: Operands, others: Mapping[str, Tensor | None]) -> dict[str, Any]:
     """Return this rank's facts about the call."""
     hidden, weight, bias, labels, token_weight, _, inverse, offsets, *_ = operands
     options, start = call.options, call.vocab_start_index
@@ -156,6 +156,7 @@ def _summary(call: Call, operands: Operands) -> dict[str, Any]:
             "hash of labels": _hash(labels, offsets),
             "hash of token_weight": _hash(token_weight),
             "hash of temperature": _hash(inverse),
+            **{f"hash of {name}": _hash(x) for name, x in others.items()},
         },
         "plan": {"plan": repr(call.schedule)},
         "weight": (len(weight), _hash_of_rows(weight), largest),

@@ -74,7 +74,7 @@ def diverged(
     except Exception as error:
         tell_refusal(function, error, student.tp_group, student.hidden)
         raise
-    check_alike(function, call, operands)
+    check_alike(function, call, operands, teacher_temperature=teachers.inverse_temperature)
     described.check_aligned()
     operands = counted_operands(call, operands)
     teachers = _counted(teachers, operands)
