@@ -81,6 +81,5 @@ def device_arch(device: torch.device) -> tuple[str, int]:
     """Return ``(arch, programs of a persistent grid)``."""
     if triton.knobs.runtime.interpret:
         return INTERPRETED, 4
-    major, _ = torch.cuda.get_device_capability(device)
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
-    return arch_of(major, properties["max_shared_mem"]), properties["multiprocessor_count"]
+    gpu = torch.cuda.get_device_properties(device)
+    return arch_of(gpu.major, gpu.shared_memory_per_block_optin), gpu.multi_processor_count
