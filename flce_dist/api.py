@@ -13,7 +13,6 @@ from flce_dist.arguments.options import (
     Reduction,
     ScheduleOption,
     keywords_of,
-    names_meant,
     signed_like,
 )
 from flce_dist.arguments.prepare import (
@@ -25,7 +24,7 @@ from flce_dist.arguments.prepare import (
     tempered,
     with_low_rank,
 )
-from flce_dist.arguments.rank_check import check_alike, tell_refusal
+from flce_dist.arguments.rank_check import check_alike, names_meant, refusals_told
 from flce_dist.core import compiled
 from flce_dist.core.autograd import differentiable, refuse_transforms
 from flce_dist.core.call import Call, LossWithMetrics, Operands
@@ -176,28 +175,29 @@ def linear_cross_entropy(
     Source: online softmax arXiv:1805.02867, vocabulary parallelism arXiv:1909.08053, sequence
     parallelism arXiv:2205.05198; exponentials relative to the label's logit are ours.
     """
-    checked = checks.checked_options(
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss_weight=z_loss_weight,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        vocab_size=vocab_size,
-        vocab_range=vocab_range,
-        sequence_parallel=sequence_parallel,
-        sequence_dim=sequence_dim,
-        reduce_dhidden=reduce_dhidden,
-        reduce_in_fp32=reduce_in_fp32,
-        tp_invariant=tp_invariant,
-        accumulate_dweight=accumulate_dweight,
-        schedule=schedule,
-        max_logits_bytes=max_logits_bytes,
-        max_counted=max_counted,
-        skip_ignored=skip_ignored,
-        impl=impl,
-    )
-    temperatures = tempered(temperature, labels)
+    with refusals_told("linear_cross_entropy", tp_group, hidden):
+        checked = checks.checked_options(
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss_weight=z_loss_weight,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            vocab_size=vocab_size,
+            vocab_range=vocab_range,
+            sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
+            reduce_dhidden=reduce_dhidden,
+            reduce_in_fp32=reduce_in_fp32,
+            tp_invariant=tp_invariant,
+            accumulate_dweight=accumulate_dweight,
+            schedule=schedule,
+            max_logits_bytes=max_logits_bytes,
+            max_counted=max_counted,
+            skip_ignored=skip_ignored,
+            impl=impl,
+        )
+        temperatures = tempered(temperature, labels)
     arguments = Arguments(
         hidden, weight, labels, bias, token_weight, temperatures, checked, tp_group
     )
@@ -226,16 +226,18 @@ def linear_cross_entropy_with_metrics(
     by two GEMMs, without the entropy. With
     ``flce_dist.filtered.schedule`` the result is ``flce_dist.filtered.FilteredLossWithMetrics``.
     """
-    checked = checks.checked_options(
-        **keywords_of(linear_cross_entropy_with_metrics, options, with_metrics=True)
-    )
-    temperatures = tempered(temperature, labels)
+    function = "linear_cross_entropy_with_metrics"
+    with refusals_told(function, tp_group, hidden):
+        checked = checks.checked_options(
+            **keywords_of(linear_cross_entropy_with_metrics, options, with_metrics=True)
+        )
+        temperatures = tempered(temperature, labels)
     arguments = Arguments(
         hidden, weight, labels, bias, token_weight, temperatures, checked, tp_group
     )
     schedule = checked.schedule
     results = LossWithMetrics if isinstance(schedule, str) else schedule.results
-    return results(*apply("linear_cross_entropy_with_metrics", arguments, low_rank))
+    return results(*apply(function, arguments, low_rank))
 
 
 def apply(
@@ -243,9 +245,10 @@ def apply(
 ) -> tuple[Tensor, ...]:
     """Run a call with checked options; return the loss and any metrics in labels' shape."""
     weight = arguments.weight  # as the caller passed it
-    if arguments.may_have_dtensors:
-        arguments = localized(arguments)
-    refuse_transforms("linear_cross_entropy")
+    with refusals_told(function, arguments.tp_group, arguments.hidden):
+        if arguments.may_have_dtensors:
+            arguments = localized(arguments)
+        refuse_transforms("linear_cross_entropy")
     if torch.compiler.is_compiling():
         arguments, last_columns = with_low_rank(arguments, low_rank)
         given, needs = settled(arguments, last_columns)
@@ -262,12 +265,9 @@ def _prepared_alike(
     function: str, arguments: Arguments, low_rank: tuple[Tensor, Tensor] | None
 ) -> tuple[Arguments, Call, Operands]:
     """Prepare a call; all ranks raise if one refuses its arguments, or if they differ."""
-    try:
+    with refusals_told(function, arguments.tp_group, arguments.hidden):
         wide, last_columns = with_low_rank(arguments, low_rank)
         given, needs = settled(wide, last_columns)
         call, operands = prepare(given, needs, last_columns=last_columns)
-    except Exception as error:
-        tell_refusal(function, error, arguments.tp_group, arguments.hidden)
-        raise
     check_alike(function, call, operands)
     return given, call, operands

@@ -18,7 +18,7 @@ from flce_dist.arguments.options import (
     keywords_of,
 )
 from flce_dist.arguments.prepare import Arguments, tempered
-from flce_dist.arguments.rank_check import check_facts, tell_refusal
+from flce_dist.arguments.rank_check import check_facts, refusals_told
 from flce_dist.parallel import collectives
 
 _FUNCTION = "data_parallel_linear_cross_entropy"
@@ -52,19 +52,20 @@ def data_parallel_linear_cross_entropy(
         **options: of ``linear_cross_entropy``, but tp_group and what is about it. ``max_counted``
             bounds the tokens of all ranks.
     """
-    checked = checks.checked_options(
-        **keywords_of(
-            data_parallel_linear_cross_entropy,
-            options,
-            reduction=reduction,
-            reduce_dhidden=True,
-            sequence_parallel=data_group is not None,
-            sequence_dim=0,
+    with refusals_told(_FUNCTION, data_group, hidden):
+        checked = checks.checked_options(
+            **keywords_of(
+                data_parallel_linear_cross_entropy,
+                options,
+                reduction=reduction,
+                reduce_dhidden=True,
+                sequence_parallel=data_group is not None,
+                sequence_dim=0,
+            )
         )
-    )
-    checks.check_group(data_group, False, "data_group")
+        checks.check_group(data_group, False, "data_group")
     given: dict[str, Any] = dict(labels=labels, token_weight=token_weight, temperature=temperature)
-    _check_tokens_alike(hidden, given, data_group)
+    _check_tokens_alike(hidden, given, reduction, data_group)
     flat, P = hidden.reshape(-1, *hidden.shape[-1:]), collectives.group_size(data_group)
     for name, x in given.items():
         if isinstance(x, Tensor):
@@ -92,10 +93,10 @@ def data_parallel_linear_cross_entropy(
 
 
 def _check_tokens_alike(
-    hidden: Tensor, given: dict[str, Any], data_group: dist.ProcessGroup | None
+    hidden: Tensor, given: dict[str, Any], reduction: str, data_group: dist.ProcessGroup | None
 ) -> None:
     """Check what is gathered, at a group's first call that all ranks gather the same."""
-    try:
+    with refusals_told(_FUNCTION, data_group, hidden):
         checks.check_tensor("hidden", hidden, checks.FLOATS)
         flat = hidden.reshape(-1, *hidden.shape[-1:])
         temperature = given["temperature"]
@@ -104,10 +105,8 @@ def _check_tokens_alike(
             temperature = values.positive("temperature", temperature)
         checks.check_tensors(hidden, flat, bias=None, **given)
         checks.check_tokens(hidden, given["labels"], LossOptions(), 1)
-    except Exception as error:
-        tell_refusal(_FUNCTION, error, data_group, hidden)
-        raise
     facts: dict[str, Any] = {
+        "reduction": reduction,
         "number of labels": given["labels"].numel(),
         "hidden": str(hidden.dtype),
         **{name: None if x is None else str(x.dtype) for name, x in given.items()},

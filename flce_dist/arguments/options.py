@@ -5,7 +5,6 @@ its keywords.
 """
 
 import difflib
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -207,18 +206,12 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def names_meant(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let Python's TypeError for a keyword that ``function`` does not have say which was meant."""
-    parameters = frozenset(inspect.signature(function).parameters)
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        for name in kwargs:
-            if name not in parameters:
-                raise TypeError(_unexpected(function, name, ()))
-        return function(*args, **kwargs)
-
-    return call
+def refuse_unknown(function: Callable[..., Any], names: Iterable[str]) -> None:
+    """Raise Python's TypeError for the first name that is no keyword of ``function``."""
+    parameters = inspect.signature(function).parameters
+    for name in names:
+        if name not in parameters:
+            raise TypeError(_unexpected(function, name, ()))
 
 
 def signed_like(function: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:

@@ -5,18 +5,24 @@ meaningless loss.
 """
 
 import ctypes
+import functools
 import hashlib
+import inspect
 import os
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist.arguments.options import refuse_unknown
 from flce_dist.core.call import Call, Operands
 from flce_dist.parallel.collectives import group_size
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _compared: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 """The functions that the ranks of a group have once called alike."""
@@ -42,12 +48,14 @@ class _Message(NamedTuple):
     facts: Mapping[str, Any]
 
 
-def check_alike(function: str, call: Call, operands: Operands, **others: Tensor | None) -> None:
+def check_alike(
+    function: str, call: Call, operands: Operands, **more_values: Tensor | None
+) -> None:
     """Compare a function's first call with a group over its ranks; their hosts wait.
 
     Compared are sizes, dtypes, options, which operands there are and which need a gradient; then
     whether the ranks' rows of the vocabulary meet; then the values of labels (or ids), token_weight
-    and temperature, and of ``others`` by their names; then the plan. Not in a capture, and not if all ranks have
+    and temperature, and ``more_values``; then the plan. Not in a capture, and not if all ranks have
     ``FLCE_DIST_CHECK_RANKS=0``. What was refused is compared again at the next call.
 
     Raises:
@@ -57,7 +65,9 @@ def check_alike(function: str, call: Call, operands: Operands, **others: Tensor 
     group = call.tp_group
     if group is None or not _is_first(function, group, operands.hidden):
         return
-    facts = _facts_of_all(function, _summary(call, operands, others), group, operands.hidden)
+    summary = _summary(call, operands)
+    summary["values"] |= {f"hash of {name}": _hash(x) for name, x in more_values.items()}
+    facts = _facts_of_all(function, summary, group, operands.hidden)
     arguments, rows, values, plans, weights = zip(*(x.values() for x in facts), strict=True)
     # A later difference may be a consequence of an earlier one.
     _raise(_differences(arguments) or _seams(rows) or _differences(values) or _differences(plans))
@@ -84,10 +94,41 @@ def check_facts(
         _raise(_differences(_facts_of_all(function, facts, group, x)))
 
 
-def tell_refusal(function: str, error: Exception, group: Any, x: Any) -> None:
-    """Let the other ranks raise, too, where this one raises instead of comparing."""
+class refusals_told:
+    """Where this rank raises in a block before it compares, the other ranks raise, too.
+
+    At the function's first call with the group alone, as all comparisons; x is on its device.
+    """
+
+    def __init__(self, function: str, group: Any, x: Any) -> None:
+        self._function, self._group, self._x = function, group, x
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            _tell_refusal(self._function, error, self._group, self._x)
+
+
+def _tell_refusal(function: str, error: Exception, group: Any, x: Any) -> None:
     if isinstance(group, dist.ProcessGroup) and _is_first(function, group, x):
         _gathered(_Message(function, f"{type(error).__name__}: {error}", {}), group, x)
+
+
+def names_meant(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let Python's TypeError for a keyword that ``function`` does not have say which was meant."""
+    parameters = frozenset(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not parameters.issuperset(kwargs):
+            hidden = args[0] if args else kwargs.get("hidden")
+            with refusals_told(function.__name__, kwargs.get("tp_group"), hidden):
+                refuse_unknown(function, kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _is_first(function: str, group: dist.ProcessGroup, x: Any) -> bool:
@@ -156,7 +197,6 @@ def _summary(call: Call, operands: Operands, others: Mapping[str, Tensor | None]
             "hash of labels": _hash(labels, offsets),
             "hash of token_weight": _hash(token_weight),
             "hash of temperature": _hash(inverse),
-            **{f"hash of {name}": _hash(x) for name, x in others.items()},
         },
         "plan": {"plan": repr(call.schedule)},
         "weight": (len(weight), _hash_of_rows(weight), largest),

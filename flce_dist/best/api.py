@@ -21,7 +21,7 @@ from flce_dist.arguments.prepare import (
     shape_of_tokens,
     tempered,
 )
-from flce_dist.arguments.rank_check import check_alike, tell_refusal
+from flce_dist.arguments.rank_check import check_alike, refusals_told
 from flce_dist.best.schedule import Sample, TopK
 from flce_dist.core.autograd import refuse_transforms, run_forward
 from flce_dist.kernels.best.asked import MOST_K
@@ -106,18 +106,19 @@ def linear_top_k(
         ValueError: an argument is wrong. NotImplementedError: a combination is not supported, or
         an operand requires a gradient, which results do not have.
     """
-    words = f"within [1, {MOST_K}]"
-    k = values.integer("k", k, words, least=1, end=MOST_K + 1, optional=True)
-    top_p = _checked_top_p(top_p)
-    if k is None and labels is None:
-        raise ValueError("k or labels must be given, got None for both: nothing is asked for")
-    if top_p is not None and k is None:
-        raise ValueError("k must be given with top_p, as the most ids of a token, got None")
-    checked = checks.checked_options(**keywords_of(linear_top_k, options, **_FIXED))
-    if labels is None and checked.max_counted is not None:
-        raise ValueError(
-            "labels must be given with max_counted, since they say which tokens count, got None"
-        )
+    with refusals_told("linear_top_k", tp_group, hidden):
+        words = f"within [1, {MOST_K}]"
+        k = values.integer("k", k, words, least=1, end=MOST_K + 1, optional=True)
+        top_p = _checked_top_p(top_p)
+        if k is None and labels is None:
+            raise ValueError("k or labels must be given, got None for both: nothing is asked for")
+        if top_p is not None and k is None:
+            raise ValueError("k must be given with top_p, as the most ids of a token, got None")
+        checked = checks.checked_options(**keywords_of(linear_top_k, options, **_FIXED))
+        if labels is None and checked.max_counted is not None:
+            raise ValueError(
+                "labels must be given with max_counted, since they say which tokens count, got None"
+            )
     schedule = TopK(k or 0, top_p, with_labels=labels is not None)
     arguments = _arguments(hidden, weight, labels, bias, temperature, checked, tp_group)
     lse, ids, logprob, label_logprob, label_rank = _results("linear_top_k", arguments, schedule)
@@ -160,9 +161,10 @@ def linear_sample(
     Raises:
         As ``linear_top_k``.
     """
-    seed = values.integer("seed", seed, "within [0, 2**63)", least=0)
-    keywords = keywords_of(linear_sample, options, ignore_index=-1, max_counted=None, **_FIXED)
-    checked = checks.checked_options(**keywords)
+    with refusals_told("linear_sample", tp_group, hidden):
+        seed = values.integer("seed", seed, "within [0, 2**63)", least=0)
+        keywords = keywords_of(linear_sample, options, ignore_index=-1, max_counted=None, **_FIXED)
+        checked = checks.checked_options(**keywords)
     arguments = _arguments(hidden, weight, counters, bias, temperature, checked, tp_group)
     logprob, ids = _results("linear_sample", arguments, Sample(seed))
     return SampledIds(ids, logprob)
@@ -178,43 +180,42 @@ def _arguments(
 
 def _results(name: str, arguments: Arguments, schedule: TopK | Sample) -> tuple[Any, ...]:
     """Return what the function of this name does, in the shape of the caller's tokens."""
-    refuse_transforms(name)
-    checks.check_tensor("hidden", arguments.hidden, checks.FLOATS)
-    operands = {"hidden": arguments.hidden, "weight": arguments.weight, "bias": arguments.bias}
-    for operand, x in operands.items():
-        if torch.is_grad_enabled() and getattr(x, "requires_grad", False):
-            raise NotImplementedError(
-                f"{name} has no gradients, got {operand} with requires_grad=True: call it under "
-                "torch.no_grad(), and linear_logprob at its ids for log-probabilities that have"
-            )
+    with refusals_told(name, arguments.tp_group, arguments.hidden):
+        refuse_transforms(name)
+        checks.check_tensor("hidden", arguments.hidden, checks.FLOATS)
+        operands = {"hidden": arguments.hidden, "weight": arguments.weight, "bias": arguments.bias}
+        for operand, x in operands.items():
+            if torch.is_grad_enabled() and getattr(x, "requires_grad", False):
+                raise NotImplementedError(
+                    f"{name} has no gradients, got {operand} with requires_grad=True: call it "
+                    "under torch.no_grad(), and linear_logprob at its ids for log-probabilities "
+                    "that have"
+                )
     run = torch_private.outside_graphs(_run, name)
     return run(name, arguments, schedule)
 
 
 @torch.no_grad()
 def _run(name: str, arguments: Arguments, schedule: TopK | Sample) -> tuple[Any, ...]:
-    if arguments.may_have_dtensors:
-        arguments = localized(arguments)
-    hidden, weight, labels, bias, _, temperature, options, tp_group = arguments
-    tokens = shape_of_tokens(hidden, options, tp_group)
-    numbers = torch.arange(math.prod(tokens), device=hidden.device).view(tokens)
-    if labels is None:
-        labels = numbers
-    elif isinstance(schedule, Sample):
-        checks.check_tensor("counters", labels, checks.LABELS, hidden)
-        if labels.shape != numbers.shape:
-            raise ValueError(
-                f"counters must be {tuple(numbers.shape)}, as tokens, got {tuple(labels.shape)}"
-            )
-    try:
+    with refusals_told(name, arguments.tp_group, arguments.hidden):
+        if arguments.may_have_dtensors:
+            arguments = localized(arguments)
+        hidden, weight, labels, bias, _, temperature, options, tp_group = arguments
+        tokens = shape_of_tokens(hidden, options, tp_group)
+        numbers = torch.arange(math.prod(tokens), device=hidden.device).view(tokens)
+        if labels is None:
+            labels = numbers
+        elif isinstance(schedule, Sample):
+            checks.check_tensor("counters", labels, checks.LABELS, hidden)
+            if labels.shape != numbers.shape:
+                raise ValueError(
+                    f"counters must be {tuple(numbers.shape)}, as tokens, got {tuple(labels.shape)}"
+                )
         temperatures = tempered(temperature, labels)
         ordered, _ = settled(
             Arguments(hidden, weight, labels, bias, None, temperatures, options, tp_group)
         )
         call, operands = prepare(ordered, [False, False, False])
-    except Exception as error:
-        tell_refusal(name, error, tp_group, hidden)
-        raise
     forward_alone: Any = schedule
     call = replace(call, schedule=forward_alone)
     check_alike(name, call, operands)

@@ -12,6 +12,7 @@ from flce_dist import torch_private
 from flce_dist.arguments import checks, values
 from flce_dist.arguments.options import DivergenceOptions, Kind, keywords_of, signed_like
 from flce_dist.arguments.prepare import Arguments
+from flce_dist.arguments.rank_check import refusals_told
 from flce_dist.core.autograd import refuse_transforms
 from flce_dist.divergence.prepare import TeacherArguments, checked_teacher, diverged
 from flce_dist.kernels.divergence.formulas import Measure
@@ -171,36 +172,37 @@ def _diverged(
     **options: Any,
 ) -> tuple[Tensor, ...]:
     """Check the options of a call; return the loss and any metrics."""
-    of_teacher = checked_teacher(
-        teacher_softcap=teacher_softcap,
-        teacher_logit_scale=teacher_logit_scale,
-        teacher_vocab_range=teacher_vocab_range,
-    )
-    words = "above 0 and below 1"
-    measure = Measure(
-        values.choice("kind", kind, get_args(Kind)),
-        values.number("beta", beta, words, least=_LEAST_BETA, most=_MOST_BETA),
-    )
-    keywords = keywords_of(
-        function,
-        options,
-        label_smoothing=0.0,
-        z_loss_weight=0.0,
-        with_metrics=function is linear_divergence_with_metrics,
-    )
-    asked = checks.checked_options(**keywords)
-    if not isinstance(asked.schedule, str):
-        raise NotImplementedError(
-            "a divergence needs schedule='auto', 'recompute', 'cached' or 'in_forward', got "
-            f"schedule={asked.schedule!r}"
+    with refusals_told(function.__name__, tp_group, hidden):
+        of_teacher = checked_teacher(
+            teacher_softcap=teacher_softcap,
+            teacher_logit_scale=teacher_logit_scale,
+            teacher_vocab_range=teacher_vocab_range,
         )
-    if asked.schedule == "in_forward" and asked.reduction == "none":
-        raise NotImplementedError(
-            "schedule='in_forward' of a divergence needs a scalar upstream gradient, got "
-            "reduction='none': use schedule='recompute' or 'cached'"
+        words = "above 0 and below 1"
+        measure = Measure(
+            values.choice("kind", kind, get_args(Kind)),
+            values.number("beta", beta, words, least=_LEAST_BETA, most=_MOST_BETA),
         )
-    refuse_transforms(function.__name__)
-    checks.check_tensor("hidden", hidden, checks.FLOATS)
+        keywords = keywords_of(
+            function,
+            options,
+            label_smoothing=0.0,
+            z_loss_weight=0.0,
+            with_metrics=function is linear_divergence_with_metrics,
+        )
+        asked = checks.checked_options(**keywords)
+        if not isinstance(asked.schedule, str):
+            raise NotImplementedError(
+                "a divergence needs schedule='auto', 'recompute', 'cached' or 'in_forward', got "
+                f"schedule={asked.schedule!r}"
+            )
+        if asked.schedule == "in_forward" and asked.reduction == "none":
+            raise NotImplementedError(
+                "schedule='in_forward' of a divergence needs a scalar upstream gradient, got "
+                "reduction='none': use schedule='recompute' or 'cached'"
+            )
+        refuse_transforms(function.__name__)
+        checks.check_tensor("hidden", hidden, checks.FLOATS)
     or_none: Any = labels  # or None, until the number of tokens is known
     student = Arguments(hidden, weight, or_none, bias, token_weight, temperature, asked, tp_group)
     if teacher_temperature is None:

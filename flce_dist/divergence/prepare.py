@@ -22,7 +22,7 @@ from flce_dist.arguments.prepare import (
     shape_of_tokens,
     tempered,
 )
-from flce_dist.arguments.rank_check import check_alike, tell_refusal
+from flce_dist.arguments.rank_check import check_alike, refusals_told
 from flce_dist.core.call import Call, Operands
 from flce_dist.divergence.choose import chosen_schedule
 from flce_dist.divergence.function import differentiable
@@ -63,7 +63,7 @@ def diverged(
 ) -> tuple[Tensor, ...]:
     """Return the loss and any metrics in the shape of the caller's tokens."""
     weight = student.weight  # as the caller passed it
-    try:
+    with refusals_told(function, student.tp_group, student.hidden):
         student = _labelled(localized(student))
         student = student._replace(temperature=tempered(student.temperature, student.labels))
         ordered, needs = settled(student)
@@ -71,9 +71,6 @@ def diverged(
         with torch.no_grad():
             described, teachers = _prepared(teacher, student, call, operands)
         call = replace(call, schedule=_schedule(measure, described, call, operands))
-    except Exception as error:
-        tell_refusal(function, error, student.tp_group, student.hidden)
-        raise
     check_alike(function, call, operands, teacher_temperature=teachers.inverse_temperature)
     described.check_aligned()
     operands = counted_operands(call, operands)

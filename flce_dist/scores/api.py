@@ -20,7 +20,7 @@ from flce_dist.arguments.prepare import (
     shape_of_tokens,
     tempered,
 )
-from flce_dist.arguments.rank_check import check_alike, tell_refusal
+from flce_dist.arguments.rank_check import check_alike, refusals_told
 from flce_dist.core.autograd import differentiable, refuse_transforms
 from flce_dist.core.call import Schedule
 from flce_dist.schedules.choose import Plan
@@ -92,18 +92,19 @@ def linear_logprob(
         ValueError: an argument is wrong; an id outside the vocabulary is a failed device assertion
         on a GPU. NotImplementedError: a combination is not supported.
     """
-    over = values.choice("over", over, get_args(Over))
-    entropy = values.flag("with_entropy", with_entropy)
-    keywords = keywords_of(
-        linear_logprob, options, reduction="none", ignore_index=-1, label_smoothing=0.0,
-        z_loss_weight=0.0, max_counted=None, skip_ignored=False, with_metrics=entropy,
-    )  # fmt: skip
-    chosen = checks.checked_options(**keywords)
-    _check_schedule(over, chosen)
-    refuse_transforms("linear_logprob")
-    checks.check_tensor("hidden", hidden, checks.FLOATS)
+    with refusals_told("linear_logprob", tp_group, hidden):
+        over = values.choice("over", over, get_args(Over))
+        entropy = values.flag("with_entropy", with_entropy)
+        keywords = keywords_of(
+            linear_logprob, options, reduction="none", ignore_index=-1, label_smoothing=0.0,
+            z_loss_weight=0.0, max_counted=None, skip_ignored=False, with_metrics=entropy,
+        )  # fmt: skip
+        checked = checks.checked_options(**keywords)
+        _check_schedule(over, checked)
+        refuse_transforms("linear_logprob")
+        checks.check_tensor("hidden", hidden, checks.FLOATS)
     stand_in = torch.empty((), dtype=torch.int64, device=hidden.device)
-    arguments = Arguments(hidden, weight, stand_in, bias, None, temperature, chosen, tp_group)
+    arguments = Arguments(hidden, weight, stand_in, bias, None, temperature, checked, tp_group)
     scored = torch_private.outside_graphs(_scored, "linear_logprob")
     return scored(arguments, ids, offsets, over)
 
@@ -138,22 +139,19 @@ def _check_schedule(over: Over, options: LossOptions) -> None:
 
 def _scored(arguments: Arguments, ids: Tensor, offsets: Tensor | None, over: Over) -> TokenScores:
     weight = arguments.weight  # as the caller passed it
-    if arguments.may_have_dtensors:
-        arguments = localized(arguments)
-    hidden, local, labels, bias, _, temperature, options, tp_group = arguments
-    ids = local_of("ids", ids, Replicate(), tp_group)
-    offsets = local_of("offsets", offsets, Replicate(), tp_group)
-    labels = labels.expand(shape_of_tokens(hidden, options, tp_group))
-    is_transposed = options.sequence_parallel and options.sequence_dim == 1
-    try:
+    with refusals_told("linear_logprob", arguments.tp_group, arguments.hidden):
+        if arguments.may_have_dtensors:
+            arguments = localized(arguments)
+        hidden, local, labels, bias, _, temperature, options, tp_group = arguments
+        ids = local_of("ids", ids, Replicate(), tp_group)
+        offsets = local_of("offsets", offsets, Replicate(), tp_group)
+        labels = labels.expand(shape_of_tokens(hidden, options, tp_group))
+        is_transposed = options.sequence_parallel and options.sequence_dim == 1
         each = tempered(temperature, labels)
         arguments = Arguments(hidden, local, labels, bias, None, each, options, tp_group)
         ordered, needs = settled(arguments)
         call, operands = prepare(ordered, needs, scores=_SCHEDULES[over])
         found, cuts = ids_in_order(ids, offsets, labels.shape, hidden, transposed=is_transposed)
-    except Exception as error:
-        tell_refusal("linear_logprob", error, tp_group, hidden)
-        raise
     operands = operands._replace(labels=found, offsets=cuts)
     check_alike("linear_logprob", call, operands)
     check_ids(found, cuts, operands.inverse_temperature, call.vocab_size)
