@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flce_dist.parallel import transport
 from flce_dist.parallel.peers.copies import PeerGather, PeerScatter
-from flce_dist.parallel.peers.driver import PeerDriver
+from flce_dist.parallel.peers.driver import PeerDriver, number_of_set_up
 from flce_dist.parallel.peers.memory import PeerMemory
 
 P = 2
@@ -49,7 +49,7 @@ class Rank:
         self.group = dist.group.WORLD
 
     def memory(self) -> PeerMemory:
-        driver = PeerDriver(self.group, self.device)
+        driver = PeerDriver(self.group, self.device, str(number_of_set_up(self.group)))
         driver.limit_s = self.limit_s
         return PeerMemory(driver, "tokens")
 

@@ -197,6 +197,7 @@ def test_memories_go_with_their_group(monkeypatch):
 
     monkeypatch.setattr(transport, "_memories", {})
     monkeypatch.setattr(transport, "_all_reach_all", lambda *_: True)
+    monkeypatch.setattr(transport, "number_of_set_up", lambda _: 1)
     monkeypatch.setattr(transport, "PeerDriver", lambda *_: None)
     monkeypatch.setattr(transport, "PeerMemory", lambda *_: mock.Mock(nbytes=1))
     monkeypatch.setattr("torch.distributed.get_world_size", lambda _: 2)

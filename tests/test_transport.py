@@ -1,6 +1,8 @@
 """How tokens travel: which groups copy between GPUs, labels at a first call, and what is sent."""
 
 import os
+import threading
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -8,8 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flce_dist import torch_private
 from flce_dist.parallel import transport
 from flce_dist.parallel.collectives import TokenGather
+from flce_dist.parallel.peers.driver import PeerDriver
+from flce_dist.testing import run_ranks
 from tests.parallel_problem import FEW_BYTES, IN_CHUNKS, on_threads, small_chunks
 
 
@@ -46,3 +51,37 @@ def test_what_is_all_here_is_not_copied():
     """Also if one rank's hidden is column-major."""
     hidden = torch.randn(8, 6).T
     assert TokenGather(hidden).wait() is hidden
+
+
+class Meeting:
+    """Shared memory as far as its set-up goes: ranks meet, and one may fail after that."""
+
+    def __init__(self, driver: PeerDriver, holds: str, fails: bool) -> None:
+        self.told = driver.meet("sets up", holds)
+        if fails:
+            raise MemoryError
+
+
+def test_a_rank_that_fails_between_two_memories_meets_the_others_when_all_set_up_again(monkeypatch):
+    """Rank 0 waits for it until the limit of a set-up, and the next one begins anew on both."""
+    monkeypatch.setattr(transport, "_memories", {})
+    monkeypatch.setattr(transport, "_all_reach_all", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    of_thread = threading.local()
+    monkeypatch.setattr(torch_private, "timeout_of", lambda *_: timedelta(seconds=of_thread.limit))
+    monkeypatch.setattr(
+        transport, "PeerMemory", lambda *of: Meeting(*of, fails=of_thread.fails == of[1])
+    )
+
+    def rank(group: dist.ProcessGroup) -> Any:
+        of_thread.limit, of_thread.fails = 1.0, "hidden states" if group.rank() else ""
+        error = MemoryError if group.rank() else RuntimeError
+        with pytest.raises(error, match=None if group.rank() else r"ranks \[1\] did not join"):
+            transport.memories_of(group, torch.device("cuda", 0))
+        of_thread.limit, of_thread.fails = 20.0, ""
+        return transport.memories_of(group, torch.device("cuda", 0))
+
+    expected = [[("sets up", holds)] * 2 for holds in ("hidden states", "shares of dhidden")]
+    for both in run_ranks(rank, 2):
+        assert [memory.told for memory in both] == expected

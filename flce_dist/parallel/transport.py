@@ -20,7 +20,7 @@ from flce_dist.parallel.collectives import (
 )
 from flce_dist.parallel.counted import PutBackAndScattered, SumPutBack, chosen
 from flce_dist.parallel.peers.copies import PeerGather, PeerScatter
-from flce_dist.parallel.peers.driver import PeerDriver, refuse_capture
+from flce_dist.parallel.peers.driver import PeerDriver, number_of_set_up, refuse_capture
 from flce_dist.parallel.peers.memory import PeerMemory
 
 
@@ -102,9 +102,10 @@ def memories_of(group: dist.ProcessGroup, device: torch.device) -> PeerMemories 
         _forget_destroyed()
         memories = None
         if _all_reach_all(group, device):
+            number = number_of_set_up(group)  # of both, as a rank may fail between them
             memories = PeerMemories(
-                PeerMemory(PeerDriver(group, device), "hidden states"),
-                PeerMemory(PeerDriver(group, device), "shares of dhidden"),
+                PeerMemory(PeerDriver(group, device, f"{number}/hidden"), "hidden states"),
+                PeerMemory(PeerDriver(group, device, f"{number}/dhidden"), "shares of dhidden"),
             )
         _memories[key] = group, memories
     return memories

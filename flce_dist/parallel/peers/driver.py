@@ -62,17 +62,29 @@ class Event:
         self._destroy(self.handle)
 
 
+def number_of_set_up(group: dist.ProcessGroup) -> int:
+    """Return a number that no earlier set-up had at the group's store, the same on all ranks.
+
+    A new group may get the store of a destroyed one, and ranks that failed alone set up again.
+    Rank 0 counts for all: ranks' own counts would differ once one of them has failed.
+    """
+    is_first = dist.get_rank(group) == 0
+    number = torch_private.store_of(group).add("flce_dist", 1) if is_first else 0
+    numbers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(numbers, number, group=group)
+    return numbers[0]
+
+
 class PeerDriver:
-    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, keys: str):
+        """``keys`` are what this driver's keys in the store begin with, the same on all ranks."""
         self.P, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.where = f"rank {self.rank} of group {group.group_name} on {device}"
         # Ranks wait for each other as long as the group's collectives may.
         self.limit_s = torch_private.timeout_of(group, device).total_seconds()
         self._device, self._group_name = device, group.group_name
         store = torch_private.store_of(group)
-        # A new group may get the store of a destroyed one, so keys begin with a running number.
-        number = store.add(f"flce_dist/{self.rank}", 1)
-        self._store, self._meetings = dist.PrefixStore(f"flce_dist/{number}", store), 0
+        self._store, self._meetings = dist.PrefixStore(f"flce_dist/{keys}", store), 0
         self._side_streams: list[torch.cuda.Stream] = []  # which must outlive their handles
 
     def current_stream(self) -> int:
