@@ -1,7 +1,9 @@
 """The vocabulary split over data-parallel ranks: losses of own tokens, and FSDP2's gradients."""
 
+import functools
 import itertools
 import os
+import weakref
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import data_parallel_linear_cross_entropy, filtered, linear_cross_entropy
+from flce_dist.arguments import rank_check
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms, run_ranks
 from tests.on_ranks import on_ranks
@@ -294,3 +297,75 @@ def test_over_gloo_no_rank_aborts_or_waits():
     with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_RANKS": "1"}):
         for *differing, alike in run_ranks(rank, 2, backend="gloo"):
             assert all(differing) and alike == ""
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_backwards_of_different_calls_are_named(reduction):
+    """Rank 1 skips backward of the first of two microbatches."""
+
+    def rank(group: dist.ProcessGroup) -> str:
+        losses = [small(group, reduction=reduction)[0].sum() for _ in range(2)]
+        with pytest.raises(RuntimeError, match="ranks run backward of different calls") as raised:
+            losses[group.rank()].backward()
+        return str(raised.value)
+
+    first, second = run_ranks(rank, 2)
+    assert first == second and "a rank that skips backward of a loss" in first
+
+
+def test_microbatches_whose_backwards_follow_all_forwards():
+    def rank(group: dist.ProcessGroup) -> list[bool]:
+        many = [small(group) for _ in range(3)]
+        gradients = [torch.autograd.grad(loss, leaves) for loss, leaves in reversed(many)]
+        return [torch.equal(*pair) for pair in zip(gradients[0], gradients[-1], strict=True)]
+
+    assert run_ranks(rank, 2) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_error_of_a_rank_that_waits_in_backward_says_what_to_look_for(goes_on):
+    """Rank 1 skips backward, and ends or makes its next call."""
+
+    def rank(group: dist.ProcessGroup) -> str:
+        loss, _ = small(group)
+        if group.rank() == 0:
+            with pytest.raises(RuntimeError) as raised:
+                loss.backward()
+            return str(raised.value)
+        if goes_on:
+            with pytest.raises(RuntimeError, match="ranks disagree on a collective"):
+                small(group)
+        return ""
+
+    said, _ = run_ranks(rank, 2)
+    assert "ranks did not meet in backward; a rank that skips backward of a loss" in said
+
+
+def test_backward_exchanges_one_message():
+    def rank(group: Any) -> list[str]:
+        loss, _ = small(group)
+        before = len(group.calls)
+        loss.backward()
+        return [call for call in group.calls[before:] if "[2]" in call]
+
+    assert run_ranks(rank, 2) == [["allgather float32[2]"]] * 2
+
+
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="Dynamo of this torch takes no hooks of tensors in a graph"
+)
+@pytest.mark.parametrize("expected", [
+    "token_weight is None on rank 0 and 'torch.float32' on rank 1",
+    "labels is 'torch.int64' on rank 0 and 'torch.int32' on rank 1",
+    "temperature is 1.0 on rank 0 and 0.5 on rank 1",
+    "number of labels is 4 on rank 0 and 5 on rank 1; pad labels with ignore_index",
+])  # fmt: skip
+@on_ranks(2)
+def test_compiled_code_compares_before_it_gathers(group, expected):
+    call = torch.compile(data_parallel_linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    mine = dict(DIFFERENCES[expected]) if group.rank() == 1 else {}
+    checks = mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_RANKS": "1"})
+    with checks, mock.patch.object(rank_check, "_compared", weakref.WeakKeyDictionary()):
+        said = complaint(functools.partial(small, group, call=call, **mine))
+        assert said.startswith(f"ranks must call alike: {expected}"), said
+        assert complaint(functools.partial(small, group, call=call)) == ""
