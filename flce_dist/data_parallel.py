@@ -126,9 +126,9 @@ def _gathered(
     hidden: Tensor, given: dict[str, Any], reduction: str, data_group: dist.ProcessGroup | None
 ) -> Sequence[Tensor]:
     """Return the tensors that are given, of all ranks' tokens [P T]; ranks first compare them."""
-    temperature, number = given["temperature"], None
-    if not isinstance(temperature, Tensor):
-        temperature, number = None, float(temperature)
+    temperature = given["temperature"]
+    number = None if isinstance(temperature, Tensor) else float(temperature)
+    temperature = temperature if number is None else None
     own = given["labels"], given["token_weight"], temperature
     if data_group is not None and torch.compiler.is_compiling():
         gather = torch.ops.flce_dist.gather_alike
@@ -157,9 +157,9 @@ def _gather_alike(
 
 def _operator(*inputs):
     """``_gather_alike`` in compiled code, which must not gather before it compares."""
-    *own, group_name = inputs
-    data_group = torch_private.group_named(group_name)
-    of_all_ranks = _gather_alike(*own, data_group)
+    data_group = torch_private.group_named(inputs[-1])
+    own: Any = (*inputs[:-1], data_group)
+    of_all_ranks = _gather_alike(*own)
     mark_alike(_FUNCTION, data_group)
     return of_all_ranks
 

@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from flce_dist.compat import trl as compat
 from flce_dist.reference import reference_linear_divergence
 from flce_dist.testing import relative_rms
+from tests.on_ranks import on_ranks
 
 N, V, H, H_T = 40, 130, 32, 48
 KINDS = {0.0: "forward_kl", 1.0: "reverse_kl", 0.3: "jsd"}
@@ -100,3 +103,38 @@ def test_trls_trainer_calls_it() -> None:
     finally:
         compat.restore()
     assert getattr(trainer, name) is theirs_before
+
+
+def log_probabilities(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    targets = torch.arange(N) % V
+    return compat.ChunkedLogProbFunction.apply(hidden, weight, bias, targets, 0.9, None, None, 2.0)[
+        0
+    ]
+
+
+def divergence(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    *_, teacher_hidden, teacher_weight, teacher_bias = operands(torch.float32)
+    theirs = teacher_hidden, teacher_weight, teacher_bias
+    return apply(hidden, weight, bias, *theirs, 0.3, 0.9, 2.0)[0]
+
+
+@pytest.mark.parametrize("function", [log_probabilities, divergence])
+@pytest.mark.parametrize("autocast", [False, True])
+@on_ranks(2)
+def test_weights_that_fsdp_has_sharded_in_another_dtype(group, function, autocast):
+    """As whole ones, also outside forward of their module: ranks have the same tokens here."""
+    hidden, weight, bias, *_ = operands(torch.float32)
+    head = nn.Linear(H, V)
+    for parameter, value in ((head.weight, weight), (head.bias, bias)):
+        parameter.data.copy_(value)
+    fully_shard(head)
+    rounded = hidden.detach().bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = function(rounded, weight, bias)
+        found = function(rounded, head.weight, head.bias)
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    expected.sum().backward()
+    for sharded, plain in ((head.weight, weight), (head.bias, bias)):
+        assert isinstance(sharded.grad, DTensor) and plain.grad is not None
+        assert relative_rms(sharded.grad.full_tensor(), plain.grad) < 1e-2

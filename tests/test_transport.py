@@ -71,7 +71,9 @@ def test_a_rank_that_fails_between_two_memories_meets_the_others_when_all_set_up
     of_thread = threading.local()
     monkeypatch.setattr(torch_private, "timeout_of", lambda *_: timedelta(seconds=of_thread.limit))
     monkeypatch.setattr(
-        transport, "PeerMemory", lambda *of: Meeting(*of, fails=of_thread.fails == of[1])
+        transport,
+        "PeerMemory",
+        lambda driver, holds: Meeting(driver, holds, of_thread.fails == holds),
     )
 
     def rank(group: dist.ProcessGroup) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flce_dist.api import linear_cross_entropy_with_metrics
+from flce_dist.arguments.dtensor import gathered
 from flce_dist.arguments.options import Kind
 from flce_dist.divergence import linear_divergence_with_metrics
 
@@ -34,11 +35,7 @@ class ChunkedLogProbFunction:
         autocast's, and may be sharded by FSDP2. A target of -100 is ignored. ``outputs`` left out
         are None; log_sum_sq_probs and mean_logits take a second pass. chunk_size is not used.
         """
-        if not (isinstance(weight, DTensor) or torch.is_autocast_enabled(hidden.device.type)):
-            weight = weight.to(hidden.dtype)
-            bias = None if bias is None else bias.to(hidden.dtype)
-        if bias is not None and logit_scale != 1.0:
-            bias = bias * logit_scale
+        weight, bias = _cast(hidden, weight, bias, logit_scale)
         scored = functools.partial(
             linear_cross_entropy_with_metrics, hidden, weight, targets, bias=bias,
             reduction="none", softcap=final_logit_softcapping, logit_scale=logit_scale,
@@ -74,7 +71,8 @@ class ChunkedDivergenceFunction:
         """Return the divergence, differentiable, and the student's entropy, [N] each.
 
         beta 0 is the forward KL divergence, 1 the reverse one, and between them the generalised
-        Jensen-Shannon divergence. Weights and biases are cast to the dtype of their hidden states.
+        Jensen-Shannon divergence. Weights and biases are cast to the dtype of their hidden states,
+        and may be sharded by FSDP2.
         """
         of_ends: dict[float, Kind] = {0.0: "forward_kl", 1.0: "reverse_kl"}
         kind = of_ends.get(float(beta), "jsd")
@@ -104,7 +102,11 @@ class ChunkedDivergenceFunction:
 def _cast(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias as ours takes them: TRL scales the bias, too."""
+    """Return weight and bias as ours takes them: TRL scales the bias, too.
+
+    Those that FSDP2 has sharded are gathered first: what a cast or product returns is no parameter.
+    """
+    weight, bias = gathered(weight, hidden, None), gathered(bias, hidden, None)
     if not torch.is_autocast_enabled(hidden.device.type):
         weight = weight.to(hidden.dtype)
         bias = None if bias is None else bias.to(hidden.dtype)
