@@ -82,4 +82,5 @@ def device_arch(device: torch.device) -> tuple[str, int]:
     if triton.knobs.runtime.interpret:
         return INTERPRETED, 4
     gpu = torch.cuda.get_device_properties(device)
-    return arch_of(gpu.major, gpu.shared_memory_per_block_optin), gpu.multi_processor_count
+    shared_bytes: int = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined,unused-ignore]
+    return arch_of(gpu.major, shared_bytes), gpu.multi_processor_count

@@ -42,6 +42,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "skip_ignored": (True, None),
     "impl": ("triton", "cuda"),
     "bias": (torch.zeros(V), torch.zeros(1)),
+    "low_rank": ((torch.ones(T, 2), torch.ones(V, 2)), (torch.ones(T, 2), torch.ones(V, 3))),
     "token_weight": (torch.ones(T), torch.ones(1)),
     "temperature": (torch.full((T,), 0.5), torch.ones(1)),
     "labels": (torch.arange(T).index_fill(0, torch.tensor(1), -100), torch.arange(T - 1)),
@@ -76,7 +77,9 @@ _GROUPS = {"tp_group", "data_group"}
 _TENSORS = {"hidden", "weight", "ids", "teacher_hidden", "teacher_weight"}
 # What an error says where that is not the keyword's own name.
 _SAID = {
+    "low_rank": "hidden.shape is [12, 8]",
     "max_counted": "plan is",
+    "over": "plan is 'OverVocabulary",
     "sequence_parallel": "from hidden (12, 8)",
     "sequence_dim": "sequence_",
     "counters": "hash of labels is",

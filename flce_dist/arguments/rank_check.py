@@ -172,7 +172,7 @@ def _raise(differences: Sequence[str]) -> None:
     raise ValueError(f"ranks must call alike: {text}" + (f"; {hint}" if hint else ""))
 
 
-def _summary(call: Call, operands: Operands, others: Mapping[str, Tensor | None]) -> dict[str, Any]:
+def _summary(call: Call, operands: Operands) -> dict[str, Any]:
     """Return this rank's facts about the call."""
     hidden, weight, bias, labels, token_weight, _, inverse, offsets, *_ = operands
     options, start = call.options, call.vocab_start_index
