@@ -8,7 +8,6 @@ classes whose names begin so run, and are printed.
 
 import copy
 import gc
-import inspect
 import re
 import signal
 import sys
@@ -22,12 +21,13 @@ from transformers.models.auto import modeling_auto
 
 from flce_dist.hf import NO_LOGITS, use_linear_cross_entropy
 from tests.hf_models import real_logits
-from tests.hf_sweep_configs import VOCAB, tiny, within
+from tests.hf_sweep_batches import batches
+from tests.hf_sweep_configs import VOCAB, tiny
 from tests.hf_sweep_page import write
 
 BUDGET = 1e-4  # of the loss, and relative RMS of all gradients together; fp32, many layers
 SECONDS = 40
-MOST_PARAMETERS = 60_000_000
+MOST_PARAMETERS = 100_000_000
 MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "image to text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
@@ -46,10 +46,10 @@ def classes() -> dict[str, tuple[str, str]]:
     return found
 
 
-def built(name: str) -> Any:
+def built(name: str, fills: bool) -> Any:
     """Return the model with random weights, in training mode without dropout."""
     model_class = getattr(transformers, name)
-    config = tiny(model_class.config_class)
+    config = tiny(model_class.config_class, fills)
     with torch.device("meta"):
         size = sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
     if size > MOST_PARAMETERS:
@@ -63,31 +63,6 @@ def built(name: str) -> Any:
         if p.is_floating_point() and p.dim() > 1:
             nn.init.normal_(p, std=0.1)
     return model
-
-
-def batch(model: Any) -> dict[str, Any]:
-    """Return the inputs of text; audio too, where the model reads nothing else."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(20, VOCAB, (2, 12), generator=generator)
-    labels = ids.masked_fill(torch.arange(12) < 4, -100)
-    config = model.config
-    if model.main_input_name == "input_features":
-        bins = within(config, "num_mel_bins", within(config, "input_feat_per_channel", 80))
-        frames = 2 * within(config, "max_source_positions", 32)
-        size = (2, frames, bins) if "Speech2Text" in type(model).__name__ else (2, bins, frames)
-        return {"input_features": torch.randn(size, generator=generator), "labels": labels}
-    if model.main_input_name == "input_values":
-        return {"input_values": torch.randn(2, 1600, generator=generator), "labels": labels}
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-    image = inspect.signature(model.forward).parameters.get("pixel_values")
-    needs_image = image is not None and image.default is inspect.Parameter.empty
-    if needs_image or model.main_input_name == "pixel_values":
-        inputs["pixel_values"] = torch.randn(2, 3, 16, 16, generator=generator)
-    if "qformer_input_ids" in inspect.signature(model.forward).parameters:
-        inputs["qformer_input_ids"] = ids
-    if model.main_input_name == "pixel_values" and model.config.is_encoder_decoder:
-        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator), "labels": labels}
-    return inputs
 
 
 def step(model: Any, inputs: dict[str, Any]) -> tuple[Any, torch.Tensor]:
@@ -107,10 +82,7 @@ def step(model: Any, inputs: dict[str, Any]) -> tuple[Any, torch.Tensor]:
 def compared(name: str) -> dict[str, Any]:
     """Return what a step of this class gives: its result, its error, and why it is not fused."""
     try:
-        model = built(name)
-        untouched = copy.deepcopy(model)  # a step leaves state in some
-        inputs = batch(model)
-        _, expected = step(model, inputs)
+        untouched, inputs, expected = own_step(name)
     except Exception as error:
         return {"result": "not built", "why": first_line(error)}
     try:
@@ -136,6 +108,33 @@ def compared(name: str) -> dict[str, Any]:
     return {**result, "error": float(f"{largest:.1e}")}
 
 
+def own_step(name: str) -> tuple[Any, dict[str, Any], torch.Tensor]:
+    """Return a model, inputs that it takes, and what its own step gives.
+
+    Of the tiny configs and inputs the first that work; if none does, the first one's error is
+    raised.
+    """
+    first = None
+    for fills in (False, True):
+        try:
+            model = built(name, fills)
+        except Exception as error:
+            first = first or error
+            continue
+        for inputs in batches(model):
+            try:
+                _, expected = step(copy.deepcopy(model), inputs)  # a step leaves state in some
+                return model, inputs, expected
+            except Exception as error:
+                first = first or error
+    assert first is not None
+    raise first
+
+
+class OutOfTime(BaseException):
+    """No Exception, so that no attempt takes it for its own failure."""
+
+
 def first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = re.sub(r" at 0x[0-9a-f]+", "", " ".join(lines[:2]))
@@ -144,14 +143,14 @@ def first_line(error: Exception) -> str:
 
 def in_time(name: str) -> dict[str, Any]:
     def end(*_: Any) -> None:
-        raise TimeoutError(f"more than {SECONDS} s")
+        raise OutOfTime
 
     signal.signal(signal.SIGALRM, end)
     signal.alarm(SECONDS)
     try:
         return compared(name)
-    except TimeoutError as error:
-        return {"result": "not built", "why": str(error)}
+    except OutOfTime:
+        return {"result": "not built", "why": f"more than {SECONDS} s"}
     finally:
         signal.alarm(0)
 

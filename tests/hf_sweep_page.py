@@ -74,4 +74,5 @@ def plain(why: str) -> str:
         .replace("<function ", "")
         .rstrip(">")
         .replace("__getitem__", "a mask")
+        .replace("__setitem__", "a change in place")
     )
