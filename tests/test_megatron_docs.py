@@ -1,0 +1,98 @@
+"""docs/megatron.md: the Python behind its first script runs as it is printed, on one rank."""
+
+import ast
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from flce_dist.megatron import use_linear_cross_entropy
+from tests.contract.models import Setting, batch, gpt
+from tests.on_ranks import on_ranks
+from tests.processes import ROOT
+
+PAGE = (ROOT / "docs" / "megatron.md").read_text()
+SCRIPT, *BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
+
+
+def block(word: str, **names: Any) -> dict[str, Any]:
+    """Run the one block that contains ``word``; return its variables."""
+    (source,) = (x for x in BLOCKS if word in x)
+    exec(compile(source, f"docs/megatron.md, {word}", "exec"), names)
+    return names
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """A model in ``eval()`` with the plug-in, and a batch in which some labels do not count."""
+    model = use_linear_cross_entropy(gpt(Setting(1, False)), **options).eval()
+    tokens, positions, labels = batch()
+    labels[0, :3] = -100
+    return {"model": model, "tokens": tokens, "positions": positions, "labels": labels}
+
+
+def test_every_block_is_run() -> None:
+    words = (
+        "model_cfg", "return use", "last_metrics", "skip_ignored", "scores", "best_ids",
+        "LogitsSaverHooks", "theirs",
+    )  # fmt: skip
+    assert [sum(word in x for x in BLOCKS) for word in words] == [1] * len(BLOCKS)
+
+
+@on_ranks(1)
+def test_the_line_of_a_provider(group: Any) -> None:
+    hooks: list[Any] = []
+    block("model_cfg", model_cfg=SimpleNamespace(pre_wrap_hooks=hooks))
+    (source,) = (x for x in BLOCKS if "return use" in x)
+    body = ast.parse(f"def provide(model):\n{re.sub('(?m)^', '    ', source)}")
+    names: dict[str, Any] = {}
+    exec(compile(body, "docs/megatron.md, return", "exec"), names)
+    for plug in (*hooks, names["provide"]):
+        model = gpt(Setting(1, False))
+        assert plug(model) is model
+        assert type(model.output_layer).__module__.startswith("flce_dist.")
+
+
+@on_ranks(1)
+def test_metrics(group: Any) -> None:
+    names = given(metrics=True)
+    names["model"](names["tokens"], names["positions"], None, labels=names["labels"])
+    found = block("last_metrics", **names)
+    assert 0 <= found["accuracy"] <= 1 and found["entropy"] > 0 and found["z_loss"] > 0
+
+
+@on_ranks(1)
+def test_tokens_that_do_not_count(group: Any) -> None:
+    names = given() | {"model": gpt(Setting(1, False))}  # the block plugs it
+    mask = (names["labels"] != -100).float()
+    losses = block("skip_ignored", **names, loss_mask=mask)["losses"]
+    assert torch.equal(losses != 0, mask.bool())
+
+
+@on_ranks(1)
+def test_scores_and_best_ids(group: Any) -> None:
+    names = given()
+    ids = names["labels"][..., None].clamp_min(0)
+    found = block("scores", **names, ids=ids)["found"]
+    assert found.logprob.shape == ids.shape and found.entropy.shape == ids.shape[:-1]
+    best = block("best_ids", **names)
+    assert best["found"].ids.shape == (*ids.shape[:-1], 5) and 0 <= best["accuracy"] <= 1
+
+
+def test_the_saver_takes_the_place_of_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    distillation = pytest.importorskip("megatron.training.distillation", exc_type=ImportError)
+    monkeypatch.setattr(distillation, "LogitsSaverHooks", distillation.LogitsSaverHooks)
+    saver = block("LogitsSaverHooks")["LogitsSaverHooks"]
+    assert saver.__module__.startswith("flce_dist.")
+    assert distillation.LogitsSaverHooks is saver
+
+
+@on_ranks(1)
+def test_the_comparison_with_megatrons_path(group: Any) -> None:
+    names = given()
+    names["labels"].clamp_(min=0)
+    found = block("theirs", **names, mask=None)
+    assert (found["loss"] - found["theirs"]).abs().max() < 1e-5
