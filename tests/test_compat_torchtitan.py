@@ -43,6 +43,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 from flce_dist.compat import torchtitan as compat
+from tests.doc_scripts import ROOT, scripts_of
 
 OURS = "flce_dist.compat.torchtitan.linear_cross_entropy_loss"
 VOCAB, SHAPE = 2048, (2, 16)
@@ -216,3 +217,11 @@ def test_wrong_options_are_refused_when_the_configuration_is_made(options, error
     trainers.override.imports = [(OURS, options)]
     with pytest.raises(error, match=match):
         apply_overrides(trainers.override, trainers)
+
+
+def test_the_configuration_of_the_page():
+    _, source = scripts_of(ROOT / "docs" / "torchtitan.md")
+    names: dict[str, Any] = {}
+    exec(compile(source, "docs/torchtitan.md", "exec"), names)
+    loss = names["config"].loss.build()
+    assert isinstance(loss, compat.LinearCrossEntropyLoss)

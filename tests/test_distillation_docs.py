@@ -1,13 +1,15 @@
 """docs/distillation.md: its Python runs as it is printed."""
 
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
-from flce_dist import linear_divergence, vocab_range
+from flce_dist import vocab_range
 from flce_dist.reference import reference_linear_divergence
 from flce_dist.testing import relative_rms, run_ranks
 from tests.divergence_problem import V, problem
@@ -63,8 +65,9 @@ def test_the_trainers_loss() -> None:
         return made.double()
 
     student, teacher = model(8), model(12)
-    names = {"Trainer": Trainer, "torch": torch, "linear_divergence": linear_divergence}
-    trainer = block("class Distillation", **names)["Distillation"](teacher=teacher)
+    transformers: Any = SimpleNamespace(Trainer=Trainer)
+    with mock.patch.dict(sys.modules, transformers=transformers):
+        trainer = block("class Distillation")["Distillation"](teacher=teacher)
     ids = torch.randint(V, (3, 7))
     labels = ids.clone()
     labels[0, 4:] = -100

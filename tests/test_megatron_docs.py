@@ -96,3 +96,15 @@ def test_the_comparison_with_megatrons_path(group: Any) -> None:
     names["labels"].clamp_(min=0)
     found = block("theirs", **names, mask=None)
     assert (found["loss"] - found["theirs"]).abs().max() < 1e-5
+
+
+@on_ranks(1)
+def test_a_divergence_as_the_page_on_distillation_computes_it(group: Any) -> None:
+    page = (ROOT / "docs" / "distillation.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    (source,) = (x for x in blocks if "flce_dist.megatron" in x)
+    names = given() | {"model": gpt(Setting(1, False)), "teacher": gpt(Setting(1, False))}
+    with torch.no_grad():
+        names["teacher"].output_layer.weight.mul_(0.5)
+    exec(compile(source, "docs/distillation.md, megatron", "exec"), names)
+    assert torch.equal(names["losses"] > 0, names["labels"] != -100)

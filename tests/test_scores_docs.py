@@ -10,17 +10,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce_dist import linear_logprob, linear_top_k
+from flce_dist import linear_top_k
 from flce_dist.testing import relative_rms
 
 PAGE = (Path(__file__).parent.parent / "docs" / "scores.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
 T, V, H, K = 12, 40, 16, 4
+
+
+def block(word: str, **names: Any) -> dict[str, Any]:
+    """Run the one block that contains ``word``; return its variables."""
+    (source,) = (x for x in BLOCKS if word in x)
+    exec(compile(source, f"docs/scores.md, {word}", "exec"), names)
+    return names
 
 
 def recipe(name: str) -> Callable[..., Tensor]:
     (source,) = re.findall(rf"^```python\n(def {name}\(.*?)^```$", PAGE, re.M | re.S)
-    names: dict[str, Any] = {"torch": torch, "F": F}
-    names |= {"linear_logprob": linear_logprob, "linear_top_k": linear_top_k}
+    names = block("import torch")
     exec(compile(source, f"docs/scores.md, {name}", "exec"), names)
     return names[name]
 
@@ -60,6 +67,28 @@ def policy_loss(logprob: Tensor, chosen: Tensor, old: Tensor, advantage: Tensor)
 def test_every_recipe_is_tested() -> None:
     tested = "ppo_loss", "candidate_kl", "preference_loss", "grpo_loss", "top_k_kl", "distil_top_k"
     assert set(re.findall(r"^def (\w+)", PAGE, re.M)) == {*tested}
+
+
+def test_scores() -> None:
+    hidden, weight = leaves()
+    ids = torch.tensor([[3, 7, -1]]).expand(T, -1)
+    found = block("with_entropy=True)\n", hidden=hidden, weight=weight, ids=ids)["scores"]
+    logprob = (hidden @ weight.T).log_softmax(-1)
+    assert relative_rms(found.logprob[:, :2], logprob[:, [3, 7]]) <= 1e-11
+    assert relative_rms(found.entropy, -(logprob.exp() * logprob).sum(-1)) <= 1e-11
+
+
+def test_best_ids_ranks_and_samples() -> None:
+    operands = dict(zip(("hidden", "weight"), (x.detach() for x in leaves()), strict=True))
+    operands["weight"] = torch.cat([operands["weight"]] * 3)  # more than 64 ids
+    labels = torch.arange(T)
+    found = block("import linear_sample", **operands, labels=labels, seed=5)
+    logits = operands["hidden"] @ operands["weight"].T
+    order = logits.sort(descending=True, stable=True).indices
+    assert torch.equal(found["best"].ids, order[:, :64])
+    assert torch.equal(found["rank"], (order == labels[:, None]).int().argmax(-1))
+    logprob = logits.log_softmax(-1).gather(-1, found["ids"][:, None])[:, 0]
+    assert relative_rms(found["logprob"], logprob) <= 1e-6
 
 
 def test_ratio_over_the_vocabulary() -> None:
