@@ -1,11 +1,11 @@
 """``python -m tests.versions``: the tests on each pair of torch and Triton that is supported.
 
 Makes an environment for each under .venv-versions/ (5 to 7 GB, kept for the next time) and runs
-``FILES`` there, one process after the other. It ends with the rows of the table in docs/testing.md
-(also in .venv-versions/results.json) and 1 if a test failed. With arguments (2.9) only these
-releases of torch run, or those of ``USERS`` (rl, transformers-5; ``users`` for all of them), whose
-tests need packages of their own. What follows ``--`` goes to pytest, which then runs in one
-process.
+``FILES`` there, one process after the other. It ends with a row for each, how many tests passed,
+failed and were skipped (also in .venv-versions/results.json), and 1 if one failed. With arguments
+(2.9) only these releases of torch run, or those of ``USERS`` (rl, transformers-5; ``users`` for all
+of them), whose tests need packages of their own. What follows ``--`` goes to pytest, which then
+runs in one process.
 """
 
 import json
