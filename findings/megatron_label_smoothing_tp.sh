@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# megatron-core 0.16.1 (0.19.2, which needs Python 3.12, does the same): vocab_parallel_cross_entropy
-# with label_smoothing smooths over each rank's own part of the vocabulary. Under tensor parallelism
-# ranks return different losses, none of which is that of one rank, and the gradient is another one
-# too. Without smoothing all agree.
+# megatron-core 0.16.1 (0.19.2, which needs Python 3.12, does the same):
+# vocab_parallel_cross_entropy with label_smoothing smooths over each rank's own part of the
+# vocabulary. Under tensor parallelism ranks return different losses, none of which is that of one
+# rank, and the gradient is another one too. Without smoothing all agree.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

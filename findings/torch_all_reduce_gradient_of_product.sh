@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# torch 2.13.0: torch.distributed.nn.functional.all_reduce (deprecated, and differentiable) takes any
-# op, but its backward reduces the gradients with the same one: that of PRODUCT multiplies the ranks'
-# gradients, and that of MAX gives each rank the largest. SUM is right. Its successor,
+# torch 2.13.0: torch.distributed.nn.functional.all_reduce (deprecated, and differentiable) takes
+# any op, but its backward reduces the gradients with the same one: that of PRODUCT multiplies the
+# ranks' gradients, and that of MAX gives each rank the largest. SUM is right. Its successor,
 # torch.distributed._functional_collectives.all_reduce, refuses the others in backward.
 set -euo pipefail
 folder=$(mktemp -d)
@@ -20,8 +20,8 @@ warnings.simplefilter("ignore")  # that it is deprecated
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 values = [3.0, 5.0]  # of the ranks
-# The loss is that of both ranks, once and twice the reduced value: the gradient by a rank's value is
-# 3 times the derivative of 3 * 5, of max(3, 5) and of 3 + 5.
+# The loss is that of both ranks, once and twice the reduced value. So the gradient by a rank's
+# value is 3 times the derivative of 3 * 5, of max(3, 5) and of 3 + 5.
 expected = {"PRODUCT": 3 * values[1 - rank], "MAX": 3.0 * rank, "SUM": 3.0}
 found = {}
 for op in expected:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# torch 2.13.0: cumsum(-1) of a DTensor that is sharded in its last dimension sums within each
-# shard alone, and so do cumprod and logcumsumexp. The same dimension counted from the front,
-# cumsum(1), is right. No error, no warning.
+# torch 2.13.0: cumsum(-1) of a DTensor that is sharded in its last dimension sums within each shard
+# alone, and so do cumprod and logcumsumexp. The same dimension counted from the front, cumsum(1),
+# is right. No error, no warning.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

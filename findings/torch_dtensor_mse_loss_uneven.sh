@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# torch 2.13.0: F.mse_loss (as huber_loss and smooth_l1_loss) of DTensors whose
-# shards have different sizes is the mean of the shards' means, not the mean of all elements. The
-# mean of the same squares by x.square().mean() is right. No error, no warning.
+# torch 2.13.0: F.mse_loss (as huber_loss and smooth_l1_loss) of DTensors whose shards have
+# different sizes is the mean of the shards' means, not the mean of all elements. The mean of the
+# same squares by x.square().mean() is right. No error, no warning.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# transformers 5.24.0 with accelerate 1.15.0: Trainer with fsdp=True on CPUs (gloo) wraps the model in
-# DistributedDataParallel: each rank holds all parameters, unsharded. No error, no warning. FSDP2
+# transformers 5.24.0 with accelerate 1.15.0: Trainer with fsdp=True on CPUs (gloo) wraps the model
+# in DistributedDataParallel: each rank holds all parameters, unsharded. No error, no warning. FSDP2
 # itself (torch's fully_shard) shards on CPUs, as the program shows first.
 set -euo pipefail
 folder=$(mktemp -d)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Triton 3.7.1: in the interpreter (TRITON_INTERPRET=1) a cast to tl.float8e4nv of a number above its
-# largest, 448, gives some smaller number instead of 448 (as torch gives, and the PTX instruction
-# that compiled kernels use, cvt.rn.satfinite.e4m3x2.f32). No error, no warning.
+# Triton 3.7.1: in the interpreter (TRITON_INTERPRET=1) a cast to tl.float8e4nv of a number above
+# its largest, 448, gives some smaller number instead of 448 (as torch gives, and the PTX
+# instruction that compiled kernels use, cvt.rn.satfinite.e4m3x2.f32). No error, no warning.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
