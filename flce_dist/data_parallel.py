@@ -81,7 +81,8 @@ def data_parallel_linear_cross_entropy(
         checks.check_group(data_group, False, "data_group")
     given: dict[str, Any] = dict(labels=labels, token_weight=token_weight, temperature=temperature)
     _check_tokens(hidden, given, data_group)
-    flat, P = hidden.reshape(-1, *hidden.shape[-1:]), collectives.group_size(data_group)
+    flat = hidden.reshape(-1, *hidden.shape[-1:])
+    P = collectives.group_size(data_group)
     tensors = [name for name, x in given.items() if isinstance(x, Tensor)]
     of_all_ranks = _gathered(hidden, given, reduction, data_group)
     given.update(zip(tensors, of_all_ranks, strict=True))
@@ -137,9 +138,14 @@ def _gathered(
 
 
 def _gather_alike(
-    hidden: Tensor, labels: Tensor, token_weight: Tensor | None, temperature: Tensor | None,
-    number: float | None, reduction: str, data_group: dist.ProcessGroup | None,
-) -> list[Tensor]:  # fmt: skip
+    hidden: Tensor,
+    labels: Tensor,
+    token_weight: Tensor | None,
+    temperature: Tensor | None,
+    number: float | None,
+    reduction: str,
+    data_group: dist.ProcessGroup | None,
+) -> list[Tensor]:
     """Compare what decides the gathers, at a group's first call, then gather."""
     of_tokens = {"labels": labels, "token_weight": token_weight, "temperature": temperature}
     facts: dict[str, Any] = {
@@ -183,14 +189,16 @@ def _upstream_of_mean(dloss: Tensor, serial: int, data_group: dist.ProcessGroup 
 
     Ranks send the serial number of their call behind it: [2], or [T + 1].
     """
-    P, rank = collectives.group_size(data_group), collectives.group_rank(data_group)
+    P = collectives.group_size(data_group)
+    rank = collectives.group_rank(data_group)
     own = dloss.view(P, dloss.numel() // P)[rank] if dloss.dim() else dloss[None]  # others' are 0
     message = torch.cat((own, own.new_full((1,), serial)))
     try:
         every = collectives.gather_tokens(message, data_group).view(P, len(message))
     except RuntimeError as error:
         raise RuntimeError(f"{_FUNCTION}: ranks did not meet in backward; {_WAY_OUT}") from error
-    upstream, serials = every[:, :-1], every[:, -1]
+    upstream = every[:, :-1]
+    serials = every[:, -1]
     if serial:
         words = f"{_FUNCTION}: ranks run backward of different calls; {_WAY_OUT}"
         torch_private.assert_soon((serials == serial).all(), words)

@@ -140,7 +140,8 @@ class LinearCrossEntropy(VocabShard):
         if self.sequence_parallel:
             dim = self.options.sequence_dim
             hidden = collectives.gather_tokens(hidden.transpose(0, dim), group).transpose(0, dim)
-        scale, softcap = self.options.logit_scale, self.options.softcap
+        scale = self.options.logit_scale
+        softcap = self.options.softcap
         z = F.linear(hidden, self.weight) * scale
         if self.bias is not None:
             z = z + self.bias
@@ -154,7 +155,8 @@ class LinearCrossEntropy(VocabShard):
         return collectives.gather_tokens(columns, group)[: self.vocab_size].movedim(0, -1)
 
     def extra_repr(self) -> str:
-        (start, end), padded = self.vocab_range, self.padded_vocab_size
+        start, end = self.vocab_range
+        padded = self.padded_vocab_size
         more = f" (padded to {padded})" if padded != self.vocab_size else ""
         parts = [
             f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}{more}",

@@ -66,7 +66,8 @@ def _owners() -> "dict[int, VocabShard]":
 
 def _whole(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict with a DTensor of all rows for each state of a parameter's shape."""
-    owners, states = _owners(), dict(state_dict["state"])
+    owners = _owners()
+    states = dict(state_dict["state"])
     for name, parameter in _named(optimizer, state_dict):
         shard = owners.get(id(parameter))
         if shard is not None and name in states:
@@ -78,7 +79,8 @@ def _whole(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def _own(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict with this rank's rows of what it has of all."""
-    owners, states = _owners(), dict(state_dict["state"])
+    owners = _owners()
+    states = dict(state_dict["state"])
     for name, parameter in _named(optimizer, state_dict):
         shard = owners.get(id(parameter))
         if shard is not None and name in states:

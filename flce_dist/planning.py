@@ -105,7 +105,8 @@ def plan(
     checks.check_tensors(**tensors)
     checks.check_tokens(tensors["hidden"], tensors["labels"], checked, P)
     if tp_size is None or checked.vocab_range is None:  # else no rank is known
-        V, rank = len(tensors["weight"]), collectives.group_rank(tp_group)
+        V = len(tensors["weight"])
+        rank = collectives.group_rank(tp_group)
         checks.check_rows(V, checked, P=P, rank=rank)
 
     T = tensors["labels"].numel()
@@ -134,7 +135,9 @@ def _sizes_of(name: str, x: Any, dtype: torch.dtype) -> Tensor:
     if isinstance(x, DTensor):
         raise ValueError(f"{name} must be a tensor or a shape, got a DTensor: pass its local shape")
     if isinstance(x, Tensor):
-        dtype, device, x = x.dtype, x.device, x.shape
+        dtype = x.dtype
+        device = x.device
+        x = x.shape
         device = torch.device("cpu") if device.type == "meta" else device
     elif not isinstance(x, Sequence) or isinstance(x, str):
         raise ValueError(f"{name} must be a tensor or its shape, got {values.shown(x)}")
@@ -144,9 +147,11 @@ def _sizes_of(name: str, x: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _described(sizes: Sizes, name: str) -> CallPlan:
-    chunks, lent = [(0, sizes.T)], 0
+    chunks = [(0, sizes.T)]
+    lent = 0
     if isinstance(sizes, InForward):
-        chunks, lent = sizes.chunks(), sum(columns for columns, _ in sizes.lending)
+        chunks = sizes.chunks()
+        lent = sum(columns for columns, _ in sizes.lending)
     return CallPlan(
         schedule=name,
         tokens=sizes.T,

@@ -75,7 +75,8 @@ def reference_linear_logprob(
 
     With ``over="ids"`` other is -inf. Logits as in ``reference_linear_cross_entropy``.
     """
-    tokens, flat = hidden.shape[:-1], ids.reshape(-1).long()
+    tokens = hidden.shape[:-1]
+    flat = ids.reshape(-1).long()
     T = tokens.numel()
     each = len(flat) // max(1, T) if offsets is None else offsets.diff()
     token = torch.arange(T, device=ids.device).repeat_interleave(each)
@@ -178,7 +179,8 @@ def reference_linear_divergence(
     logits = _logits(hidden, weight, counted, **of_logits)
     _, log_p, entropy = _statistics(logits)
     _, log_q, teacher_entropy = _statistics(teacher_logits.to(logits.dtype))
-    p, q = log_p.exp(), log_q.exp()
+    p = log_p.exp()
+    q = log_q.exp()
 
     if kind == "forward_kl":
         value = _expected(q, log_q - log_p)

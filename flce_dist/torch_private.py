@@ -224,10 +224,12 @@ def threaded_world(group: Any) -> Iterator[None]:
     That is a subclass of ``threaded_group()``.
     """
     use = 'backend="threads", unlike backend="gloo",'
-    threads, reset = _needed(_threads(), "ThreadLocalWorld", use), _needed(group, "reset", use)
+    threads = _needed(_threads(), "ThreadLocalWorld", use)
+    reset = _needed(group, "reset", use)
     isolate = _needed(torch._C._distributed_c10d, "_set_thread_isolation_mode", use)
     isolate(True)
-    world, c10d._world = c10d._world, threads()
+    world = c10d._world
+    c10d._world = threads()
     try:
         yield
     finally:

@@ -53,8 +53,10 @@ class VocabShard(nn.Module):
                 f"padded_vocab_size must be at least vocab_size = {vocab_size}, "
                 f"got {padded_vocab_size}"
             )
-        self.tp_group, self.init_method = tp_group, init_method
-        self.P, self.rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
+        self.tp_group = tp_group
+        self.init_method = init_method
+        self.P = collectives.group_size(tp_group)
+        self.rank = collectives.group_rank(tp_group)
         self.vocab_range = vocab_range(self.padded_vocab_size, self.rank, self.P)
         V = self.vocab_range[1] - self.vocab_range[0]
         self.weight = nn.Parameter(torch.empty(V, self.hidden_size, device=device, dtype=dtype))
@@ -79,7 +81,8 @@ class VocabShard(nn.Module):
                 size = (_BLOCK_ROWS, self.hidden_size)
                 block = torch.empty(size, dtype=torch.float32, device="cpu")
                 self.init_method(block)
-                low, high = max(first, start), min(first + _BLOCK_ROWS, end)
+                low = max(first, start)
+                high = min(first + _BLOCK_ROWS, end)
                 weight[low - start : high - start] = block[low - first : high - first, columns]
         if self.bias is not None:
             self.bias.zero_()
@@ -132,7 +135,8 @@ class VocabShard(nn.Module):
         """Return this rank's part of a parameter's value; a value of a wrong size unchanged."""
         _, place = dtensor.local_part(parameter)
         rows, *rest = place
-        start, shape = self.vocab_range[0], parameter.shape
+        start = self.vocab_range[0]
+        shape = parameter.shape
         of_whole = (slice(start + rows.start, start + rows.stop), *rest)
         is_whole = value.shape == (self.padded_vocab_size, *shape[1:])
         if isinstance(value, DTensor):

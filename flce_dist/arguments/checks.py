@@ -94,7 +94,8 @@ def check_tensors(
             way_out = ways_out.reshaped(name, x, labels.shape)
             if name == "temperature" and x.numel() == 1:
                 way_out = ": pass float(temperature)"
-            expected, got = tuple(labels.shape), tuple(x.shape)
+            expected = tuple(labels.shape)
+            got = tuple(x.shape)
             raise ValueError(f"{name} must be {expected}, as tokens, got {got}{way_out}")
         if x.requires_grad:
             raise ValueError(
@@ -177,7 +178,9 @@ def check_group(
 
 def check_tokens(hidden: Tensor, labels: Tensor, options: LossOptions, P: int) -> None:
     """Check labels' shape against hidden's: under sequence_parallel labels are of all tokens."""
-    expected, dim, hint = list(hidden.shape[:-1]), options.sequence_dim, ""
+    expected = list(hidden.shape[:-1])
+    dim = options.sequence_dim
+    hint = ""
     if options.sequence_parallel:
         if hidden.dim() < 2 + dim:
             shape = "[B, S / P, ..., H] with sequence_dim=1" if dim else "[T / P, ..., H]"
@@ -295,7 +298,8 @@ def check_labels(
     """
     if labels.is_cuda:
         return
-    ignore_index, most = options.ignore_index, options.max_counted
+    ignore_index = options.ignore_index
+    most = options.max_counted
     counted = labels != ignore_index
     if token_weight is not None:
         counted &= token_weight != 0

@@ -83,7 +83,8 @@ def _checked_wholes(arguments: Arguments) -> LossOptions:
     Returns options with the ``vocab_size`` and ``vocab_range`` of a DTensor weight.
     """
     hidden, weight, _, bias, *_, options, tp_group = arguments
-    P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
+    P = collectives.group_size(tp_group)
+    rank = collectives.group_rank(tp_group)
     dim = options.sequence_dim
     if isinstance(hidden, DTensor) and options.sequence_parallel and hidden.shape[dim] % P:
         raise ValueError(
@@ -92,7 +93,8 @@ def _checked_wholes(arguments: Arguments) -> LossOptions:
         )
     if not isinstance(weight, DTensor):
         return options
-    V, vocab_size = weight.shape[0], options.vocab_size
+    V = weight.shape[0]
+    vocab_size = options.vocab_size
     if isinstance(bias, DTensor) and bias.shape[0] != V:
         raise ValueError(f"bias must be [V] with V = {V} from weight, got {tuple(bias.shape)}")
     if options.vocab_range is not None:
@@ -119,7 +121,8 @@ def local_of(
     over the group; None for the placement of ``x``.
     """
     if isinstance(x, DTensor):
-        mesh, dim = x.device_mesh, _dimension(x.device_mesh, tp_group)
+        mesh = x.device_mesh
+        dim = _dimension(x.device_mesh, tp_group)
         anywhere = expected.is_replicate() and gradient is None
         fits = dim is not None or anywhere or collectives.group_size(tp_group) == 1
         for d, has in enumerate(x.placements):
@@ -163,12 +166,14 @@ def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
     """
     if not (isinstance(x, DTensor) and isinstance(hidden, Tensor) and x.device == hidden.device):
         return x
-    every, dim = x.device_mesh, _dimension(x.device_mesh, tp_group)
+    every = x.device_mesh
+    dim = _dimension(x.device_mesh, tp_group)
     rank, P = (0, 1) if dim is None else (collectives.group_rank(tp_group), every.size(dim))
     known = torch_private.fsdp_sharding(x) if dim is None or every.ndim > 1 else None
     if known is None or known[0].size() * P != every.size():
         return x
-    (mesh, divisor), (start, end) = known, vocab_range(x.shape[0], rank, P)
+    mesh, divisor = known
+    start, end = vocab_range(x.shape[0], rank, P)
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     local = x.to_local()
@@ -233,7 +238,8 @@ def whole_of_rows(x: Tensor, rows: int, tp_group: dist.ProcessGroup) -> DTensor:
         inner = x.device_mesh.mesh - dist.get_rank()
         ranks = ranks.view(-1, *(1 for _ in inner.shape)) + inner
         placements += x.placements
-    kind, names = local.device.type, tuple(f"dim {i}" for i in range(ranks.dim()))
+    kind = local.device.type
+    names = tuple(f"dim {i}" for i in range(ranks.dim()))
     groups = [tp_group, *groups_of(x)]
     mesh = DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
     return _from_local(local, mesh, placements, (rows, *x.shape[1:]), x.stride())

@@ -100,7 +100,8 @@ def with_low_rank(
     """
     if low_rank is None:
         return arguments, None
-    hidden, weight = arguments.hidden, arguments.weight
+    hidden = arguments.hidden
+    weight = arguments.weight
     checks.check_tensor("hidden", hidden, checks.FLOATS)
     checks.check_tensor("weight", weight, checks.FLOATS, hidden)
     checks.check_low_rank(low_rank, arguments.options)
@@ -118,7 +119,9 @@ def with_low_rank(
 
 def in_autocast_dtype(arguments: Arguments) -> Arguments:
     """Under autocast, cast the operands to its dtype as ``torch.nn.functional.linear`` does."""
-    hidden, weight, bias = arguments.hidden, arguments.weight, arguments.bias
+    hidden = arguments.hidden
+    weight = arguments.weight
+    bias = arguments.bias
     if not isinstance(hidden, Tensor):
         return arguments
     device_type = hidden.device.type
@@ -147,7 +150,8 @@ def settled(
     """
     arguments = in_autocast_dtype(sequence_first(arguments))
     trained = arguments.weight if last_columns is None else last_columns
-    operands, is_on = (arguments.hidden, trained, arguments.bias), torch.is_grad_enabled()
+    operands = (arguments.hidden, trained, arguments.bias)
+    is_on = torch.is_grad_enabled()
     return arguments, [is_on and getattr(x, "requires_grad", False) for x in operands]
 
 
@@ -217,7 +221,9 @@ def prepare(
         labels = labels.long().contiguous()
     if hidden.dim() != 2:  # a view is a node of the graph, too
         hidden = hidden.reshape(-1, hidden.shape[-1])
-    hidden, weight, bias = as_stored(hidden), as_stored(weight), as_stored(bias)
+    hidden = as_stored(hidden)
+    weight = as_stored(weight)
+    bias = as_stored(bias)
     operands = Operands(hidden, weight, bias, labels, token_weight, None, temperature)
     return call, operands._replace(last_columns=last_columns)
 
@@ -227,8 +233,12 @@ def counted_operands(call: Call, operands: Operands) -> Operands:
 
     hidden stays that of T_all tokens: ``transport.gather`` takes the rows at ``places``.
     """
-    options, labels, token_weight = call.options, operands.labels, operands.token_weight
-    places, n_counted, inverse = None, None, operands.inverse_temperature
+    options = call.options
+    labels = operands.labels
+    token_weight = operands.token_weight
+    places = None
+    n_counted = None
+    inverse = operands.inverse_temperature
     P = collectives.group_size(call.tp_group)
     weighs = token_weight if call.partitions else None
     checks.check_labels(labels, weighs, inverse, call.vocab_size, options, P=P)
@@ -282,7 +292,9 @@ def _checked_call(
     """
     hidden, weight, labels, *_, options, tp_group = arguments
     P = _check_tensors(arguments)
-    V, rank, T_all = len(weight), collectives.group_rank(tp_group), labels.numel()
+    V = len(weight)
+    rank = collectives.group_rank(tp_group)
+    T_all = labels.numel()
     T = T_all if options.max_counted is None else torch.sym_min(T_all, options.max_counted)
     checks.check_rows(V, options, P=P, rank=rank)
     impl = options.impl or ("triton" if hidden.is_cuda else "eager")
@@ -338,8 +350,11 @@ def planned(
 
     dweight has ``width`` columns, or those of weight.
     """
-    hidden, weight, options = arguments.hidden, arguments.weight, arguments.options
-    (V, H), itemsize = weight.shape, weight.element_size()
+    hidden = arguments.hidden
+    weight = arguments.weight
+    options = arguments.options
+    V, H = weight.shape
+    itemsize = weight.element_size()
     width = H if width is None else width
     is_uneven = options.vocab_range is not None
     V = largest_shard(V, vocab_size=options.vocab_size, is_uneven=is_uneven, P=P)

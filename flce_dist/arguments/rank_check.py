@@ -101,7 +101,9 @@ class refusals_told:
     """
 
     def __init__(self, function: str, group: Any, x: Any) -> None:
-        self._function, self._group, self._x = function, group, x
+        self._function = function
+        self._group = group
+        self._x = x
 
     def __enter__(self) -> None:
         pass
@@ -175,7 +177,8 @@ def _raise(differences: Sequence[str]) -> None:
 def _summary(call: Call, operands: Operands) -> dict[str, Any]:
     """Return this rank's facts about the call."""
     hidden, weight, bias, labels, token_weight, _, inverse, offsets, *_ = operands
-    options, start = call.options, call.vocab_start_index
+    options = call.options
+    start = call.vocab_start_index
     largest = int(labels.amax()) if labels.numel() else -1
     return {
         "arguments": {

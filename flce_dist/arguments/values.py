@@ -13,7 +13,8 @@ from torch import Tensor
 
 from flce_dist.arguments.options import Impl, LossOptions, Reduction, ScheduleName
 
-_LEAST, _LARGEST = 1.1754943508222875e-38, 3.4028234663852886e38  # normal numbers of fp32
+_LEAST = 1.1754943508222875e-38  # normal numbers of fp32
+_LARGEST = 3.4028234663852886e38
 _INT64 = 2**63
 _LONGEST = 100  # characters of a value in an error
 

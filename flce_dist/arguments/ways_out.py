@@ -8,7 +8,8 @@ from torch import Tensor
 
 def reshaped(name: str, x: Tensor, shape: Sequence[int]) -> str:
     """Return the way out if x has another shape only in dimensions of 1, or in their order."""
-    got, expected = list(x.shape), list(shape)
+    got = list(x.shape)
+    expected = list(shape)
     if [n for n in got if n != 1] == [n for n in expected if n != 1]:
         return f": pass {name}.reshape({tuple(expected)})"
     return f": pass {name}.T" if len(got) == 2 and got[::-1] == expected else ""

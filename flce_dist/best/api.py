@@ -27,10 +27,16 @@ from flce_dist.core.autograd import refuse_transforms, run_forward
 from flce_dist.kernels.best.asked import MOST_K
 
 _FIXED: dict[str, Any] = dict(
-    reduction="none", label_smoothing=0.0, z_loss_weight=0.0, reduce_dhidden=True,
-    reduce_in_fp32=False, accumulate_dweight=False, schedule="auto", max_logits_bytes=None,
+    reduction="none",
+    label_smoothing=0.0,
+    z_loss_weight=0.0,
+    reduce_dhidden=True,
+    reduce_in_fp32=False,
+    accumulate_dweight=False,
+    schedule="auto",
+    max_logits_bytes=None,
     skip_ignored=False,
-)  # fmt: skip
+)
 
 
 class BestIds(NamedTuple):
@@ -126,7 +132,8 @@ def linear_top_k(
 
 
 def _checked_top_p(top_p: float | None) -> float | None:
-    words, least = "above 0 and at most 1", math.nextafter(0.0, 1.0)
+    words = "above 0 and at most 1"
+    least = math.nextafter(0.0, 1.0)
     return values.number("top_p", top_p, words, least=least, most=1.0, optional=True)
 
 
@@ -171,9 +178,14 @@ def linear_sample(
 
 
 def _arguments(
-    hidden: Tensor, weight: Tensor, labels: Any, bias: Tensor | None, temperature: float | Tensor,
-    options: LossOptions, tp_group: dist.ProcessGroup | None,
-) -> Arguments:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Any,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    options: LossOptions,
+    tp_group: dist.ProcessGroup | None,
+) -> Arguments:
     """Return the arguments; without labels these are None until tokens can be counted."""
     return Arguments(hidden, weight, labels, bias, None, temperature, options, tp_group)
 

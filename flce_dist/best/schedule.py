@@ -38,7 +38,8 @@ class TopK:
         return counted_operands(call, operands)
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
-        kernels, group = kernels_of(call.impl), call.tp_group
+        kernels = kernels_of(call.impl)
+        group = call.tp_group
         logits, counted = _gathered(call, operands)
         label_logit = None
         if self.with_labels:
@@ -75,7 +76,8 @@ class Sample:
         return operands
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
-        kernels, noise = kernels_of(call.impl), Noise(self.seed, operands.labels)
+        kernels = kernels_of(call.impl)
+        noise = Noise(self.seed, operands.labels)
         logits, counted = _gathered(
             call, operands._replace(labels=torch.zeros_like(noise.counters))
         )
@@ -109,7 +111,9 @@ def _label_logits(call: Call, logits: ShardLogits) -> Tensor:
 
 def merged_lse(call: Call, best: ShardBest) -> Tensor:
     """Return lse [T] fp64 over the whole vocabulary, the same bits on every rank."""
-    kernels, group, of_all = kernels_of(call.impl), call.tp_group, best.largest
+    kernels = kernels_of(call.impl)
+    group = call.tp_group
+    of_all = best.largest
     if group is not None:
         of_all = collectives.all_reduce_max(best.largest.clone(), group)
         kernels.relative_to(best.largest, of_all, best.sums)

@@ -54,7 +54,8 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         """Let ``lm_head(hidden, labels)`` be the loss, so that FSDP2's hooks gather the weight."""
         if type(lm_head).forward is not nn.Linear.forward:
             raise NotImplementedError(f"lm_head must be an nn.Linear, got {type(lm_head).__name__}")
-        self.lm_head, logits = lm_head, lm_head.forward
+        self.lm_head = lm_head
+        logits = lm_head.forward
         lm_head.forward = lambda x, *labels: self._sum_of(x, *labels) if labels else logits(x)
 
     __call__ = BaseLoss.__call__  # divides what ``fn`` returns
@@ -70,7 +71,9 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
 
     def _sum_of(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """torchtitan sums dhidden over the ranks that share the vocabulary."""
-        weight, bias, V_all = self.lm_head.weight, self.lm_head.bias, self.lm_head.out_features
+        weight = self.lm_head.weight
+        bias = self.lm_head.bias
+        V_all = self.lm_head.out_features
         mesh = weight.device_mesh if isinstance(weight, DTensor) else current_spmd_mesh()
         group = mesh.get_group("tp") if mesh and "tp" in (mesh.mesh_dim_names or ()) else None
         rows = vocab_range(V_all, group_rank(group), group_size(group))

@@ -23,11 +23,16 @@ class ChunkedLogProbFunction:
 
     @staticmethod
     def apply(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
-        temperature: float | Tensor, chunk_size: int | None = None,
-        final_logit_softcapping: float | None = None, logit_scale: float = 1.0,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float | Tensor,
+        chunk_size: int | None = None,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
         outputs: tuple[str, ...] = OUTPUTS,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    ) -> tuple[Tensor | None, ...]:
         """Return logprobs and ``OUTPUTS``, [N] each; logprobs and entropy are differentiable.
 
         The logits are ``softcap(logit_scale * (hidden @ weight.T + bias)) / temperature``, that of
@@ -37,9 +42,15 @@ class ChunkedLogProbFunction:
         """
         weight, bias = _cast(hidden, weight, bias, logit_scale)
         scored = functools.partial(
-            linear_cross_entropy_with_metrics, hidden, weight, targets, bias=bias,
-            reduction="none", softcap=final_logit_softcapping, logit_scale=logit_scale,
-        )  # fmt: skip
+            linear_cross_entropy_with_metrics,
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            reduction="none",
+            softcap=final_logit_softcapping,
+            logit_scale=logit_scale,
+        )
         out = scored(temperature=temperature)
         results = {"entropy": out.entropy, "is_top1": out.correct}
         if "log_sum_sq_probs" in outputs or "mean_logits" in outputs:
@@ -76,10 +87,8 @@ class ChunkedDivergenceFunction:
         """
         of_ends: dict[float, Kind] = {0.0: "forward_kl", 1.0: "reverse_kl"}
         kind = of_ends.get(float(beta), "jsd")
-        own, theirs = (
-            _cast(hidden, weight, bias, logit_scale),
-            _cast(teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale),
-        )
+        own = _cast(hidden, weight, bias, logit_scale)
+        theirs = _cast(teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale)
         outputs = linear_divergence_with_metrics(
             hidden,
             own[0],
@@ -106,7 +115,8 @@ def _cast(
 
     Those that FSDP2 has sharded are gathered first: what a cast or product returns is no parameter.
     """
-    weight, bias = gathered(weight, hidden, None), gathered(bias, hidden, None)
+    weight = gathered(weight, hidden, None)
+    bias = gathered(bias, hidden, None)
     if not torch.is_autocast_enabled(hidden.device.type):
         weight = weight.to(hidden.dtype)
         bias = None if bias is None else bias.to(hidden.dtype)

@@ -72,7 +72,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         of_outputs = Upstream(*upstream[:4])
         if any(g is not None for g in of_outputs):
             tensors = ctx.saved_tensors
-            saved, operands = tensors[: ctx.saved], tensors[ctx.saved :]
+            saved = tensors[: ctx.saved]
+            operands = tensors[ctx.saved :]
             gradients = run_backward(
                 call,
                 Operands(*operands) if operands else None,

@@ -56,7 +56,8 @@ def apply(
     arguments: Arguments, needs: list[bool], last_columns: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Call the operator from compiled code; return the loss and, if asked for, metrics."""
-    options, tp_group = arguments.options, arguments.tp_group
+    options = arguments.options
+    tp_group = arguments.tp_group
     if options.accumulate_dweight and needs[1]:
         raise NotImplementedError(
             "accumulate_dweight=True is not supported under torch.compile, whose operators must "
@@ -131,7 +132,8 @@ def _forward(*inputs):
     call, operands = _prepare(inputs)
     check_alike("linear_cross_entropy", call, operands)
     operands = counted_operands(call, operands)
-    needs, shape = inputs[-1], inputs[2].shape
+    needs = inputs[-1]
+    shape = inputs[2].shape
     with torch.no_grad():
         loss, metrics, saved = run_forward(call, operands)
     outputs = [x.reshape(shape) if x.dim() else x for x in (loss, *metrics) if x is not None]
@@ -140,7 +142,9 @@ def _forward(*inputs):
 
 def _fake_forward(*inputs):
     call, operands = _prepare(inputs)
-    hidden, of_tokens, one = inputs[0], inputs[2].shape, ()
+    hidden = inputs[0]
+    of_tokens = inputs[2].shape
+    one = ()
 
     def new(shape, dtype=call.stats_dtype):
         return hidden.new_empty(shape, dtype=dtype)
@@ -186,15 +190,18 @@ def _fake_backward(dloss, dlse, dlogprob, dentropy, *inputs):
 
 
 def _setup_context(ctx, inputs, output):
-    operands, ctx.spec = inputs[:_TENSORS], inputs[_TENSORS:]
+    operands = inputs[:_TENSORS]
+    ctx.spec = inputs[_TENSORS:]
     ctx.set_materialize_grads(False)
     saved = output[1 + _metrics(_options_of(ctx.spec[:-2])) :]
     ctx.save_for_backward(*operands, *saved)
 
 
 def _differentiate(ctx, grads):
-    operands, saved = ctx.saved_tensors[:_TENSORS], list(ctx.saved_tensors[_TENSORS:])
-    needs, with_metrics = ctx.spec[-1], _options_of(ctx.spec[:-2]).with_metrics
+    operands = ctx.saved_tensors[:_TENSORS]
+    saved = list(ctx.saved_tensors[_TENSORS:])
+    needs = ctx.spec[-1]
+    with_metrics = _options_of(ctx.spec[:-2]).with_metrics
     upstream = Upstream(*grads[:4]) if with_metrics else Upstream(grads[0])
     if all(g is None for g in upstream):
         return (None,) * (_TENSORS + len(ctx.spec))

@@ -97,7 +97,8 @@ def _rescale(call: Call, chunk: Chunk, rows: RowGradient, window: Window, out: T
         change = rows.affine[0]
     else:
         change = (chunk.stats.reference - rows.reference).exp()
-    labels, ignore_index = chunk.labels, call.options.ignore_index
+    labels = chunk.labels
+    ignore_index = call.options.ignore_index
     call.kernels.scale_rows(window.cached, change, labels, ignore_index=ignore_index, out=out)
     first = call.vocab_start_index + window.start
     call.kernels.write_at_ids(out, labels, None, rows.label_value, first, ignore_index)

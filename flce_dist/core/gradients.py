@@ -46,14 +46,17 @@ def row_gradient(
     from_lse: bool,
 ) -> RowGradient:
     """Return the factors of dlogits; a gradient of the entropy needs ``entropy`` [T]."""
-    call, operands, upstream = request.call, request.operands, request.upstream
+    call = request.call
+    operands = request.operands
+    upstream = request.upstream
     assert operands is not None
     dloss, *dmetrics = (
         g if g is None or g.dim() == 0 else chosen(g, operands.places) for g in upstream
     )
     if dloss is None:
         dloss = torch.zeros_like(stats.others)
-    terms, inverse = call.loss_terms, operands.inverse_temperature
+    terms = call.loss_terms
+    inverse = operands.inverse_temperature
     of_loss = (operands.labels, operands.token_weight, norm, dloss, terms)
     if call.is_expressible(upstream):
         return call.kernels.row_gradient(
@@ -74,7 +77,8 @@ class Gradients:
     """
 
     def __init__(self, call: Call, operands: Operands, accumulator: Accumulator | None):
-        self.call, self.weight = call, operands.weight
+        self.call = call
+        self.weight = operands.weight
         self.dhidden: TokenSum | None = None
         if call.needs.hidden:
             self.dhidden = new_dhidden(call, self.weight, operands.places)
@@ -97,7 +101,8 @@ class Gradients:
         contains_scale = not cached and not call.is_from_lse
         rows = chunk.rows.folded() if contains_scale else chunk.rows
 
-        scratch, product = self.new_accumulator(chunk), product_of(call, chunk)
+        scratch = self.new_accumulator(chunk)
+        product = product_of(call, chunk)
         reads_hidden_again = windows[-1].cached is None or chunk.again is not None
         in_place = contains_scale or not reads_hidden_again
         factor: tuple[Tensor, Tensor | None] | None = None  # of dweight, once hidden has arrived
@@ -147,12 +152,14 @@ class Gradients:
         if self.dhidden is None:
             return
         assert self.acc is not None
-        call, plus = self.call, None
+        call = self.call
+        plus = None
         if rows.uniform is not None:
             weight = self.weight[: call.V]
             plus = rows.uniform, gemm.weighted_row_sum(rows.uniform.new_ones(len(weight)), weight)
         self.dhidden.acquire()
-        out, ignore_index = rows_of(self.dhidden.tokens, *chunk.tokens), call.options.ignore_index
+        out = rows_of(self.dhidden.tokens, *chunk.tokens)
+        ignore_index = call.options.ignore_index
         call.kernels.scale_rows(
             self.acc, rows.scale, chunk.labels, ignore_index=ignore_index, plus=plus, out=out
         )
@@ -191,8 +198,11 @@ def dweight_factor(
     """
     assert chunk.logits is not None and chunk.gather is not None
     chunk.gather.wait()
-    kernels, ignore_index, H = call.kernels, call.options.ignore_index, chunk.logits.H
-    hidden, labels = part_of(chunk.logits.hidden, H - columns, H), chunk.labels
+    kernels = call.kernels
+    ignore_index = call.options.ignore_index
+    H = chunk.logits.H
+    hidden = part_of(chunk.logits.hidden, H - columns, H)
+    labels = chunk.labels
     if scratch is not None:
         scratch = part_of(scratch, H - columns, H)
     out = hidden if in_place and chunk.gather.owns_tokens else scratch

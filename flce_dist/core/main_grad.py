@@ -29,7 +29,8 @@ class MainGrad:
 
     def opened(self) -> Accumulator:
         """Return what the GEMMs write."""
-        weight, main_grad = self.weight, self.buffer
+        weight = self.weight
+        main_grad = self.buffer
         if main_grad is None:
             main_grad = weight.get_main_grad()
             _check(main_grad, weight, self.dtype)
@@ -38,7 +39,8 @@ class MainGrad:
             return Accumulator(main_grad, True)
         # Of several uses in one backward only the first overwrites. A reentrant checkpoint runs a
         # backward of its own, in which the first use overwrites as well.
-        task, before = torch_private.backward_id(), getattr(weight, "_main_grad_written_in", None)
+        task = torch_private.backward_id()
+        before = getattr(weight, "_main_grad_written_in", None)
         weight._main_grad_written_in = task
         return Accumulator(main_grad, task == before)
 

@@ -42,10 +42,12 @@ class Pass:
         between two backward passes. With ``target.named`` D at these ids is not written.
         """
         call = self.call
-        kernels, group = call.kernels, call.tp_group
+        kernels = call.kernels
+        group = call.tp_group
 
         first, last = tokens
-        logits, target = self.logits.tokens(first, last), self.target.tokens(first, last)
+        logits = self.logits.tokens(first, last)
+        target = self.target.tokens(first, last)
         sums = kernels.new_sums(logits, target)
         self.gather.wait()
         label_logit = kernels.logits_at_ids(logits, logits.labels, None, vocab_size=call.vocab_size)
@@ -91,7 +93,8 @@ class Pass:
         if call.options.reduction in ("none", OWN_SUM):
             loss = put_back(loss, self.places, call.T_all)
         if call.options.reduction == OWN_SUM:
-            P, rank = collectives.group_size(call.tp_group), collectives.group_rank(call.tp_group)
+            P = collectives.group_size(call.tp_group)
+            rank = collectives.group_rank(call.tp_group)
             loss = loss.view(P, call.T_all // P)[rank]
         if call.options.reduction == "mean" and self.norm is None:
             loss, self.norm = call.kernels.mean_loss(loss, *self._of_norm())
@@ -117,7 +120,9 @@ class Pass:
 
 def gathered_logits(call: Call, operands: Operands) -> tuple[collectives.TokenGather, ShardLogits]:
     """Return the gather of hidden [T, H], not started, and this shard's logits over real rows."""
-    options, bias, hidden = call.options, operands.bias, operands.hidden
+    options = call.options
+    bias = operands.bias
+    hidden = operands.hidden
     gather = transport.gather(hidden, call.sequence_group, operands.places)
     return gather, ShardLogits(
         hidden=gather.tokens,

@@ -17,7 +17,8 @@ from flce_dist.core.autograd import refuse_transforms
 from flce_dist.divergence.prepare import TeacherArguments, checked_teacher, diverged
 from flce_dist.kernels.divergence.formulas import Measure
 
-_LEAST_BETA, _MOST_BETA = math.nextafter(0.0, 1.0), math.nextafter(1.0, 0.0)
+_LEAST_BETA = math.nextafter(0.0, 1.0)
+_MOST_BETA = math.nextafter(1.0, 0.0)
 
 
 class DivergenceWithMetrics(NamedTuple):

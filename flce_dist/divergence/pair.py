@@ -74,8 +74,11 @@ class Pair:
         keeps_logits: bool,
     ):
         """``keeps_logits`` tells whether the second model's are needed again, as for D."""
-        self.call, self.measure, self.chunk_t = call, measure, chunk_t
-        self.kernels, self.dtype = pair_kernels_of(call.impl), call.stats_dtype
+        self.call = call
+        self.measure = measure
+        self.chunk_t = chunk_t
+        self.kernels = pair_kernels_of(call.impl)
+        self.dtype = call.stats_dtype
         models = [(call, operands), (teacher, teachers.beside(operands))]
         if measure.is_teacher_first:
             models.reverse()
@@ -84,9 +87,11 @@ class Pair:
         self.second_gather, second = gathered_logits(*models[1])
         self.second_gather.start()
         self.models = first, second
-        self.gather, self.student = gather, first
+        self.gather = gather
+        self.student = first
         if measure.is_teacher_first:
-            self.gather, self.student = self.second_gather, second
+            self.gather = self.second_gather
+            self.student = second
 
         def buffer() -> Tensor:
             return new_window(chunk_t, call.V, self.dtype, operands.labels.device)
@@ -165,7 +170,8 @@ class Pair:
     ) -> Tensor:
         """Return [P, k, C]: ``pair_sums`` of each rank."""
         s, t = self._stored(last - first)
-        student, is_invariant = self.student.tokens(first, last), self.call.options.tp_invariant
+        student = self.student.tokens(first, last)
+        is_invariant = self.call.options.tp_invariant
         sums = self.kernels.pair_sums(
             s, t, student, stats, measure, with_metrics=with_metrics, is_invariant=is_invariant
         )
@@ -173,7 +179,8 @@ class Pair:
 
     def _write(self, first: int, last: int, stats: PairStats, slope: Tensor, d: Tensor) -> None:
         s, t = self._stored(last - first)
-        student, scale = self.student.tokens(first, last), slope[first:last]
+        student = self.student.tokens(first, last)
+        scale = slope[first:last]
         self.kernels.pair_dlogits(s, t, student, stats, self.measure, scale, out=d)
 
     def _stored(self, n: int) -> tuple[Tensor, Tensor]:

@@ -123,7 +123,9 @@ def _counted(teachers: TeacherOperands, student: Operands) -> TeacherOperands:
 
 def _labelled(student: Arguments) -> Arguments:
     """Return the arguments with labels that are 0, or ``_IGNORED`` where tokens are ignored."""
-    hidden, labels, options = student.hidden, student.labels, student.options
+    hidden = student.hidden
+    labels = student.labels
+    options = student.options
     if labels is None:
         tokens = shape_of_tokens(hidden, options, student.tp_group)
         labels = torch.zeros(tokens, dtype=torch.int64, device=hidden.device)
@@ -137,7 +139,8 @@ def _prepared(
     teacher: TeacherArguments, student: Arguments, call: Call, operands: Operands
 ) -> tuple[Teacher, TeacherOperands]:
     """Return what is known of the teacher, and its tensors, of all tokens of the caller."""
-    options, tp_group = student.options, student.tp_group
+    options = student.options
+    tp_group = student.tp_group
     is_dtensor = isinstance(teacher.weight, DTensor)
     vocab_range = None if is_dtensor else teacher.options["vocab_range"] or options.vocab_range
     impl: Any = call.impl
@@ -206,7 +209,9 @@ def _check_shapes(
 
 def _with_rows(arguments: Arguments, rows: Tensor, student: Arguments) -> Arguments:
     """Return the arguments with a copy of these rows of the whole vocabulary."""
-    weight, bias, V = arguments.weight, arguments.bias, len(student.weight)
+    weight = arguments.weight
+    bias = arguments.bias
+    V = len(student.weight)
     if not isinstance(rows, Tensor) or rows.dtype not in checks.LABELS or rows.shape != (V,):
         got = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows)
         raise ValueError(f"teacher_rows must be int64 [V] with V = {V} from weight, got {got}")
@@ -229,7 +234,8 @@ def _with_rows(arguments: Arguments, rows: Tensor, student: Arguments) -> Argume
 
 def _facts(teacher: Call, operands: TeacherOperands) -> str:
     """Return what must be equal on all ranks."""
-    options, (hidden, _, bias, inverse) = teacher.options, operands
+    options = teacher.options
+    hidden, _, bias, inverse = operands
     return (
         f"hidden {list(hidden.shape)} {teacher.dtype}, softcap {options.softcap}, logit_scale "
         f"{options.logit_scale}, bias {bias is not None}, temperature {inverse is not None}"

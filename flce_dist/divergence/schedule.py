@@ -104,14 +104,16 @@ class DivergenceCached(Divergence):
     def forward(
         self, call: Call, operands: Operands, teacher: TeacherOperands
     ) -> tuple[Tensor, Outputs, Saved]:
-        pair, tokens = self.pair(call, operands, teacher, keeps_logits=True), (0, self.T)
+        pair = self.pair(call, operands, teacher, keeps_logits=True)
+        tokens = (0, self.T)
         d = _new_d(call, tokens, operands.labels.device)
         pair.compare(tokens, _slope(call, operands), d)
         norm = _norm(call, operands)
         return *_results(pair, operands, norm), (norm, d)
 
     def backward(self, request: Backward) -> Results:
-        call, operands = request.call, request.operands
+        call = request.call
+        operands = request.operands
         norm, d = request.saved
         assert operands is not None
         scale = _token_factor(call, operands, norm, request.upstream.loss)
@@ -137,9 +139,12 @@ class DivergenceRecomputed(Divergence):
         return *_results(pair, operands, norm), (norm, *pair.all_stats(), *teacher)
 
     def backward(self, request: Backward) -> Results:
-        call, operands, (norm, *saved) = request.call, request.operands, request.saved
+        call = request.call
+        operands = request.operands
+        norm, *saved = request.saved
         n = len(PairStats._fields)
-        stats, teacher = PairStats(*saved[:n]), TeacherOperands(*saved[n:])
+        stats = PairStats(*saved[:n])
+        teacher = TeacherOperands(*saved[n:])
         assert operands is not None
         pair = self.pair(call, operands, teacher, keeps_logits=True)
         gradients = Gradients(call, operands, request.accumulator)
@@ -191,7 +196,8 @@ def _norm(call: Call, operands: Operands) -> Tensor | None:
     """Return what a mean divides by."""
     if call.options.reduction != "mean":
         return None
-    labels, token_weight = operands.labels, operands.token_weight
+    labels = operands.labels
+    token_weight = operands.token_weight
     ignore_index = call.options.ignore_index
     return call.kernels.loss_norm(labels, token_weight, ignore_index, call.stats_dtype)
 
@@ -228,7 +234,8 @@ def _token_factor(
     if dloss is not None and dloss.dim():
         dloss = chosen(dloss, operands.places)
     like = torch.empty(call.T, dtype=call.stats_dtype, device=operands.labels.device)
-    labels, token_weight = operands.labels, operands.token_weight
+    labels = operands.labels
+    token_weight = operands.token_weight
     return token_dloss(like, labels, token_weight, norm, dloss, call.loss_terms)
 
 
@@ -236,5 +243,6 @@ def _factors(
     call: Call, operands: Operands, norm: Tensor | None, dloss: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return what D contains, and what it does not: in fp16 small factors would become 0."""
-    slope, scale = _slope(call, operands), _token_factor(call, operands, norm, dloss)
+    slope = _slope(call, operands)
+    scale = _token_factor(call, operands, norm, dloss)
     return (slope, scale) if call.is_from_lse else (slope * scale, None)

@@ -41,10 +41,13 @@ def teacher_shard(
         rows = torch.arange(*rows, device=source.device)
     checks.check_tensor("rows", rows, checks.LABELS, source, "teacher_weight")
     rows = rows.long()
-    P, rank = collectives.group_size(tp_group), collectives.group_rank(tp_group)
+    P = collectives.group_size(tp_group)
+    rank = collectives.group_rank(tp_group)
     mine = torch.tensor([len(source), -1 if teacher_start is None else teacher_start])
     sizes = collectives.gather_tokens(mine.to(source.device)[None], tp_group).tolist()
-    out, is_found, start = source.new_empty(len(rows), *source.shape[1:]), torch.zeros_like(rows), 0
+    out = source.new_empty(len(rows), *source.shape[1:])
+    is_found = torch.zeros_like(rows)
+    start = 0
     for r in range(P):
         n, given_start = sizes[r]
         start = start if given_start < 0 else given_start

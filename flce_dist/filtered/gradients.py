@@ -122,7 +122,8 @@ class Filtered:
             scalars = (loss.new_ones(()), loss.new_zeros(())) if call.options.with_metrics else ()
             return loss, (*metrics, *scalars), saved
         kernels: Any = _gpu() if call.impl == "triton" else eager
-        one, tokens = Pass(call, operands), (0, call.T)
+        one = Pass(call, operands)
+        tokens = (0, call.T)
         tiles = kernels.new_tile_stats(one.logits)
         one.target = one.target._replace(tiles=tiles)
         stats, loss = one.chunk_loss(tokens, ColumnCache())
@@ -176,14 +177,16 @@ def _approximation(
         return ()
     counted = logits.counted.sum()
     sums = mass.new_full((3,), kept.numel(), dtype=logits.stats_dtype)
-    sums[0], sums[1] = kept.sum(), mass.sum(dtype=sums.dtype)
+    sums[0] = kept.sum()
+    sums[1] = mass.sum(dtype=sums.dtype)
     kept_sum, left, tiles = collectives.all_reduce_sum(sums, call.tp_group)
     return kept_sum / tiles, left / counted.clamp_min(1)
 
 
 def _add_dense(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -> None:
     """Write all gradients from a D that contains the tiles that are not kept, in plain PyTorch."""
-    logits, rows = chunk.logits, chunk.rows
+    logits = chunk.logits
+    rows = chunk.rows
     assert logits is not None and rows.scale is not None and chunk.gather is not None
     sample = eager.profile_sample(logits.labels, rows.scale, ignore_index=logits.ignore_index)
     chunk.gather.wait()
@@ -198,9 +201,13 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     What needs no hidden comes first, while that is being gathered. The sum of dhidden over ranks
     overlaps the last dweight GEMM.
     """
-    call, logits, rows, gather = gradients.call, chunk.logits, chunk.rows, chunk.gather
+    call = gradients.call
+    logits = chunk.logits
+    rows = chunk.rows
+    gather = chunk.gather
     assert logits is not None and rows.scale is not None and gather is not None
-    kernels, weight = _gpu(), logits.weight
+    kernels = _gpu()
+    weight = logits.weight
     capacity = max(2, chunk.window_v // TILE_V) * len(kept)
     lists = kernels.tile_lists(kept, capacity)
     sample = kernels.profile_sample(logits.labels, rows.scale, ignore_index=logits.ignore_index)
@@ -209,7 +216,8 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
         dbias = gradients.dbias[: logits.V]
         of_tiles = gemm.weighted_row_sum(rows.scale, mass.T)
     if call.dtype != torch.float16:  # fp16 would flush scaled D; dhidden is scaled at the end
-        scale_of_d, rows = rows.scale, rows._replace(scale=None)
+        scale_of_d = rows.scale
+        rows = rows._replace(scale=None)
 
     gather.wait()
     total = kernels.tile_profile(logits, rows.reference, kept, sample)
@@ -231,7 +239,8 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
         if gradients.dweight is not None:
             if turn == 0:
                 # Ignored rows of gathered hidden may be cleared in place: D of these rows is 0.
-                in_place, columns = rows.scale is None, gradients.dweight.shape[1]
+                in_place = rows.scale is None
+                columns = gradients.dweight.shape[1]
                 hidden, row = dweight_factor(call, chunk, rows, in_place, scratch, columns)
                 hbar = hidden.new_empty(len(mass), hidden.shape[1], dtype=call.stats_dtype)
                 gemm.add_matmul(hbar, mass, hidden, first=True)

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TILE_T, TILE_V = 128, 256
+TILE_T = 128
+TILE_V = 256
 SAMPLE = 128  # tokens, at most, from which a tile's profile is taken
 GOLDEN = 0x9E3779B9  # of 2**32, the golden ratio
 _MARGIN = 1e-5  # relative; fp32 may round a probability nearer to eps to its other side
@@ -73,7 +74,8 @@ def filtered_gradients(
     z = z / temperature.where(counted, 1.0)
     is_label = (torch.arange(V, device=labels.device) == labels[:, None]) & counted
     g = _token_gradients(counted, dloss, reduction, token_weight)
-    p, tile = z.softmax(1), _tile_of_row(V, shard_starts, z.device)
+    p = z.softmax(1)
+    tile = _tile_of_row(V, shard_starts, z.device)
     kept = _kept_tiles(p.where(counted, 0.0), is_label, tile, eps)
     exact = kept[:, tile].repeat_interleave(TILE_T, 0)[: len(labels)]
     rest = p.where(counted & ~exact, 0.0)
@@ -97,7 +99,8 @@ def filtered_gradients(
 
 def sampled_tokens(has_gradient: Tensor) -> list[int]:
     tokens = has_gradient.nonzero()[:, 0].tolist()
-    n, S = len(tokens), min(len(tokens), SAMPLE)
+    n = len(tokens)
+    S = min(len(tokens), SAMPLE)
     runs = [tokens[i * n // S : (i + 1) * n // S] for i in range(S)]
     return [run[len(run) * ((i + 1) * GOLDEN % 2**32) // 2**32] for i, run in enumerate(runs)]
 
@@ -139,7 +142,8 @@ def _token_gradients(
 
 def _tile_of_row(V: int, shard_starts: Sequence[int], device: torch.device) -> Tensor:
     """Return [V]: each row's tile; the last one of a shard may have fewer than 256 rows."""
-    rows, starts = torch.arange(V, device=device), torch.tensor(list(shard_starts), device=device)
+    rows = torch.arange(V, device=device)
+    starts = torch.tensor(list(shard_starts), device=device)
     shard = torch.searchsorted(starts, rows, right=True) - 1
     place = shard * V + (rows - starts[shard]) // TILE_V
     return place.unique_consecutive(return_inverse=True)[1]

@@ -172,10 +172,14 @@ def operands(layer: Any, hidden: Tensor) -> Operands:
     """Return what makes the logits [..., V], once for all of its uses: LoRA's dropout is drawn."""
     if hasattr(layer, "trainable_tokens_delta"):  # PEFT leaves out the bias, too
         return Operands(hidden, layer.get_merged_weights(layer.active_adapters), None)
-    weight, bias = linear_of(layer).weight, linear_of(layer).bias
-    lows, highs = [], []
+    weight = linear_of(layer).weight
+    bias = linear_of(layer).bias
+    lows = []
+    highs = []
     for name in adapters_of(layer):
-        A, B, scaling = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
+        A = layer.lora_A[name]
+        B = layer.lora_B[name]
+        scaling = layer.scaling[name]
         low = A(layer.lora_dropout[name](hidden.to(A.weight.dtype))) * scaling
         lows.append(low.to(hidden.dtype))
         highs.append(B.weight.to(weight.dtype))

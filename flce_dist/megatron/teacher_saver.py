@@ -77,7 +77,8 @@ class LogitsSaverHooks(logits_saver.LogitsSaverHooks):
         )
         if self.tp_rank != 0:
             return None
-        values, ids = best.logprob, best.ids
+        values = best.logprob
+        ids = best.ids
         assert values is not None and ids is not None
         if self.p is not None:
             values, ids = self._apply_topp_truncation(values, ids)

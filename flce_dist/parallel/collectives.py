@@ -80,7 +80,8 @@ class CollectiveGather(TokenGather):
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup):
         super().__init__(x.new_empty(group_size(group) * x.shape[0], *x.shape[1:]))
-        self._x, self._group = x.contiguous(), group
+        self._x = x.contiguous()
+        self._group = group
         self._work: dist.Work | None = None
 
     def start(self) -> None:

@@ -27,7 +27,9 @@ class SumPutBack(TokenSum):
 
     def __init__(self, of_chosen: TokenSum, places: Tensor, T_all: int):
         super().__init__(of_chosen.tokens)
-        self._of_chosen, self._places, self._T_all = of_chosen, places, T_all
+        self._of_chosen = of_chosen
+        self._places = places
+        self._T_all = T_all
 
     def start(self) -> None:
         self._of_chosen.start()
@@ -43,7 +45,8 @@ class PutBackAndScattered(TokenSum):
 
     def __init__(self, tokens: Tensor, places: Tensor, new_sum: Callable[[], TokenSum]):
         super().__init__(tokens)
-        self._places, self._new_sum = places, new_sum
+        self._places = places
+        self._new_sum = new_sum
 
     def start(self) -> None:
         self._whole = self._new_sum()

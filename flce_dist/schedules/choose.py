@@ -18,7 +18,8 @@ FROZEN_LOGITS_BYTES = 1 << 28
 
 _MANY_TOKENS = 16384  # tokens up to which auto, given no budget, takes all at once
 _WINDOW_BYTES = 264 << 20  # 16,896 columns of 8192 tokens in bf16
-_MIN_WINDOW, _MAX_WINDOW = 4096, 33792
+_MIN_WINDOW = 4096
+_MAX_WINDOW = 33792
 _WAVE = 8448  # columns, 64 * 132: GEMMs over a multiple fill the last wave of an H200, too
 _TILE = 256  # columns or tokens: the kernels' largest tile, of which windows and chunks are made
 _LEAST_CHUNK = 2048  # tokens of a chunk of auto, so that its GEMMs are large
@@ -103,7 +104,9 @@ class _Shape(NamedTuple):
 
 def _spares_a_gemm(shape: _Shape, reduces: bool) -> int:
     """Return the least bytes with which ``auto`` computes no logits again."""
-    T, V, itemsize = shape.T, shape.V, shape.itemsize
+    T = shape.T
+    V = shape.V
+    itemsize = shape.itemsize
     window = _widest_window(shape) if shape.converts else 0
     budgets = [2 * (V + window) * min(T, _MANY_TOKENS)]  # exponentials of 16 bits
     if reduces and not shape.converts:
@@ -122,8 +125,12 @@ def _widest_window(shape: _Shape) -> int:
 
 def _windows(shape: _Shape, caches: bool, budget: int | None, limit: int | None) -> Windows:
     """Cache as many columns as fit into ``budget`` beside a window, or none."""
-    T, V, converts, column_bytes = shape.T, shape.V, shape.converts, shape.column_bytes
-    window, cached = _widest_window(shape), V if caches else 0
+    T = shape.T
+    V = shape.V
+    converts = shape.converts
+    column_bytes = shape.column_bytes
+    window = _widest_window(shape)
+    cached = V if caches else 0
     if budget is not None:
         columns = budget // column_bytes
         if caches:  # what is cached gets the larger part, as long as windows are not too narrow
@@ -144,7 +151,8 @@ def _auto_in_forward(shape: _Shape, budget: int) -> InForward | None:
     if at_once.first_t == shape.T:
         return at_once
     # The accumulator replaces dweight, and at the end exists together with it, rounded.
-    rounded, accumulator = shape.V * shape.row, shape.V * shape.accumulator_row
+    rounded = shape.V * shape.row
+    accumulator = shape.V * shape.accumulator_row
     left = budget - (accumulator - rounded)
     at_end = accumulator if accumulator > rounded else 0
     if shape.converts or left < _LEAST_CHUNK * shape.V * shape.itemsize or at_end > budget:
@@ -182,9 +190,12 @@ def _in_forward(shape: _Shape, budget: int) -> InForward:
 def _lend(shape: _Shape, first_t: int, chunk_t: int, budget: int) -> InForward | None:
     """Fit a first chunk into ``budget`` by lending it dweight's memory; None if it does not fit."""
     T, V, itemsize = shape[:3]
-    row_bytes, most_recomputed, later_bytes = shape.row, round(V * _MOST_RECOMPUTED), 0
+    row_bytes = shape.row
+    most_recomputed = round(V * _MOST_RECOMPUTED)
+    later_bytes = 0
     if first_t < T:  # only one of all tokens may compute columns again
-        row_bytes, most_recomputed = shape.accumulator_row, 0
+        row_bytes = shape.accumulator_row
+        most_recomputed = 0
         later_bytes = chunk_t * V * itemsize
     column_bytes = first_t * itemsize
     columns = budget // column_bytes
@@ -192,7 +203,8 @@ def _lend(shape: _Shape, first_t: int, chunk_t: int, budget: int) -> InForward |
         return None
     windows = _lent_windows(column_bytes, V, _round_up(V - columns), row_bytes)
     lent = sum(columns for columns, _ in windows)
-    cached, window = V, _MIN_WINDOW
+    cached = V
+    window = _MIN_WINDOW
     if V - lent > columns:
         cached = _round_down(lent + columns - window)
     if not windows or V - cached > most_recomputed:
@@ -229,7 +241,8 @@ def _lent_windows(column_bytes: int, V: int, wanted: int, row_bytes: int) -> Len
         if width < _TILE:
             break
         windows.append((width, row))
-        done, end = done + width, row + rows_of(width)
+        done = done + width
+        end = row + rows_of(width)
     return tuple(windows)
 
 

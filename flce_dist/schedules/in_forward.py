@@ -96,7 +96,9 @@ class InForward(Sizes):
         self, one: Pass, gradients: Gradients, factors: Factors
     ) -> tuple[list[TokenStats], list[Tensor]]:
         """Add the gradients that ``factors`` make; return statistics and losses of all chunks."""
-        call, stats, losses = one.call, [], []
+        call = one.call
+        stats = []
+        losses = []
         for tokens in self.chunks():
             first, last = tokens
             logits = one.logits.tokens(first, last)
@@ -128,7 +130,9 @@ class InForward(Sizes):
         def new(x: Tensor | None, dtype: torch.dtype, needed: bool) -> Tensor | None:
             return x.new_empty(x.shape, dtype=dtype) if needed and x is not None else None
 
-        hidden, bias, labels = operands.hidden, operands.bias, operands.labels
+        hidden = operands.hidden
+        bias = operands.bias
+        labels = operands.labels
         late_norm = call.options.reduction == "mean" and call.is_from_lse
         return SavedGradients(
             hidden.new_empty((), dtype=call.stats_dtype) if late_norm else None,
@@ -153,12 +157,15 @@ class InForward(Sizes):
         self, call: Call, logits: ShardLogits, dweight: Tensor | None, *, lends: bool
     ) -> ColumnCache:
         """Return windows for the exponentials of a chunk of tokens, lent ones first."""
-        T, dtype, windows = logits.T, call.cache_dtype, []
+        T = logits.T
+        dtype = call.cache_dtype
+        windows = []
         lending = self.lending if lends and dweight is not None else ()
         column_bytes = T * dtype.itemsize
         for columns, row in lending:
             assert dweight is not None
-            flat, width = dweight.view(-1), dweight.shape[1]
+            flat = dweight.view(-1)
+            width = dweight.shape[1]
             start = row * width
             # A shard with fewer rows than the plan holds fewer columns there.
             fitting = (call.V * width - start) * flat.element_size() // column_bytes
@@ -179,7 +186,8 @@ def times_upstream(request: Backward) -> Results:
 
     It is a scalar, or with ``labels`` one of each token.
     """
-    call, upstream = request.call, request.upstream
+    call = request.call
+    upstream = request.upstream
     assert upstream.loss is not None
     norm, dhidden, dweight, dbias, labels = SavedGradients(*request.saved)
     if labels is not None:
@@ -200,7 +208,8 @@ def times_upstream(request: Backward) -> Results:
 
 def _labels_of_dhidden(call: Call, operands: Operands) -> Tensor:
     """Return the labels of the tokens that dhidden has here, ignored where they do not count."""
-    labels, ignore_index = operands.labels, call.options.ignore_index
+    labels = operands.labels
+    ignore_index = call.options.ignore_index
     if operands.places is not None:
         everyones = labels.new_full((call.T_all,), ignore_index)
         labels = everyones.index_copy_(0, operands.places, labels)
@@ -209,7 +218,8 @@ def _labels_of_dhidden(call: Call, operands: Operands) -> Tensor:
 
 def _times_each(request: Backward, dhidden: Tensor | None, labels: Tensor) -> Tensor | None:
     """Return dhidden times each token's upstream gradient."""
-    call, dloss = request.call, request.upstream.loss
+    call = request.call
+    dloss = request.upstream.loss
     if dhidden is None or dloss is None:
         return None
     dloss = tokens_here(call, dloss).to(call.stats_dtype).contiguous()
@@ -223,7 +233,8 @@ def tokens_here(call: Call, x: Tensor) -> Tensor:
     """Return those of [T_all] tokens that this rank's hidden has: its part if that is split."""
     if call.sequence_group is None:
         return x
-    P, rank = collectives.group_size(call.tp_group), collectives.group_rank(call.tp_group)
+    P = collectives.group_size(call.tp_group)
+    rank = collectives.group_rank(call.tp_group)
     return x.view(P, call.T_all // P)[rank]
 
 

@@ -66,7 +66,8 @@ class Windows(Sizes):
     of_loss_only: ClassVar[bool] = False
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
-        one, tokens = Pass(call, operands), (0, call.T)
+        one = Pass(call, operands)
+        tokens = (0, call.T)
         cache = self.new_cache(call, operands.hidden.device)
         windows = ColumnCache(() if cache is None else (cache,))
         stats, loss = one.chunk_loss(tokens, windows)
@@ -78,7 +79,8 @@ class Windows(Sizes):
         def new(*shape: int) -> Tensor:
             return operands.hidden.new_empty(shape, dtype=call.stats_dtype)
 
-        T, options = call.T, call.options
+        T = call.T
+        options = call.options
         return WindowsSaved(
             new() if options.reduction == "mean" else None,
             self.new_cache(call, operands.hidden.device),
@@ -90,7 +92,9 @@ class Windows(Sizes):
 
     def backward(self, request: Backward) -> Results:
         norm, cache, entropy, *of_tokens = WindowsSaved(*request.saved)
-        call, stats, from_lse = request.call, TokenStats(*of_tokens), request.call.is_from_lse
+        call = request.call
+        stats = TokenStats(*of_tokens)
+        from_lse = request.call.is_from_lse
         rows = row_gradient(request, stats, norm, entropy=entropy, from_lse=from_lse)
         gradients, chunk = self.opened(request, stats, rows, cache)
         if request.upstream.entropy is not None:
@@ -103,9 +107,11 @@ class Windows(Sizes):
         self, request: Backward, stats: TokenStats, rows: RowGradient, cache: Tensor | None
     ) -> tuple[Gradients, Chunk]:
         """Return the sums of gradients, and the one chunk of dlogits that ``rows`` describes."""
-        call, operands = request.call, request.operands
+        call = request.call
+        operands = request.operands
         assert operands is not None
-        gather, logits = None, None
+        gather = None
+        logits = None
         # Decided by facts that all ranks share, not by which upstream gradients this rank got:
         # with that of the entropy cached columns are computed again.
         some_recompute = self.cached_v < self.V or (

@@ -96,9 +96,16 @@ def linear_logprob(
         over = values.choice("over", over, get_args(Over))
         entropy = values.flag("with_entropy", with_entropy)
         keywords = keywords_of(
-            linear_logprob, options, reduction="none", ignore_index=-1, label_smoothing=0.0,
-            z_loss_weight=0.0, max_counted=None, skip_ignored=False, with_metrics=entropy,
-        )  # fmt: skip
+            linear_logprob,
+            options,
+            reduction="none",
+            ignore_index=-1,
+            label_smoothing=0.0,
+            z_loss_weight=0.0,
+            max_counted=None,
+            skip_ignored=False,
+            with_metrics=entropy,
+        )
         checked = checks.checked_options(**keywords)
         _check_schedule(over, checked)
         refuse_transforms("linear_logprob")

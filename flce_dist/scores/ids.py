@@ -30,7 +30,8 @@ def ids_in_order(
                 f"offsets, got {tuple(ids.shape)}"
                 + (": pass ids[..., None] for one id of each token" if ids.shape == tokens else "")
             )
-        K, device = ids.shape[-1], ids.device
+        K = ids.shape[-1]
+        device = ids.device
         ids = (ids.transpose(0, 1) if transposed else ids).reshape(T, K)
         offsets = torch.arange(0, (T + 1) * K, K, device=device) if K else ids.new_zeros(T + 1)
     else:

@@ -83,19 +83,25 @@ class OverVocabularyInForward:
         raise NotImplementedError("scores are not supported under torch.compile")
 
     def backward(self, request: Backward) -> Results:
-        call, saved = request.call, request.saved
+        call = request.call
+        saved = request.saved
         n = len(NamedSaved._fields)
         m = n + len(RestSaved._fields)
-        named, rest, of_mean = NamedSaved(*saved[:n]), RestSaved(*saved[n:m]), MeanSaved(*saved[m:])
+        named = NamedSaved(*saved[:n])
+        rest = RestSaved(*saved[n:m])
+        of_mean = MeanSaved(*saved[m:])
         ids = named.with_offsets(of_mean.offsets)
         inverse = if_counted(of_mean.inverse_temperature, rest.labels, 1.0)
         factors = score_factors(call, named, ids, rest, request.upstream, inverse)
         of_named = new_dhidden(call, of_mean.weight)
         of_named.acquire()
         call.kernels.dhidden_of_ids(
-            factors.named, ids, rows_of(of_mean.weight, 0, call.V),
-            vocab_start_index=call.vocab_start_index, out=of_named.tokens,
-        )  # fmt: skip
+            factors.named,
+            ids,
+            rows_of(of_mean.weight, 0, call.V),
+            vocab_start_index=call.vocab_start_index,
+            out=of_named.tokens,
+        )
         of_named.start()
         factor = factors.dtotal * rest.other.exp()
         if factors.dother is not None:
@@ -103,9 +109,13 @@ class OverVocabularyInForward:
         factor = tokens_here(call, factor * factors.slope)
         out = of_mean.mean if request.is_last else torch.empty_like(of_mean.mean)
         call.kernels.scale_rows(
-            of_mean.mean, factor, tokens_here(call, rest.labels),
-            ignore_index=-1, plus=(torch.ones_like(factor), of_named.wait()), out=out,
-        )  # fmt: skip
+            of_mean.mean,
+            factor,
+            tokens_here(call, rest.labels),
+            ignore_index=-1,
+            plus=(torch.ones_like(factor), of_named.wait()),
+            out=out,
+        )
         return out, None, None
 
 

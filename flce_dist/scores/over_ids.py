@@ -44,24 +44,33 @@ class OverIds:
         raise NotImplementedError("scores are not supported under torch.compile")
 
     def backward(self, request: Backward) -> Results:
-        call, operands = request.call, request.operands
+        call = request.call
+        operands = request.operands
         assert operands is not None and operands.offsets is not None
         named = NamedSaved(*request.saved)
         ids = named.with_offsets(operands.offsets)
         dlogprob, dlse, _, dentropy = request.upstream
         factor, _ = call.kernels.set_gradient(
-            named.z, ids, named.logprob, named.entropy, (dlogprob, dlse, dentropy),
+            named.z,
+            ids,
+            named.logprob,
+            named.entropy,
+            (dlogprob, dlse, dentropy),
             operands.inverse_temperature,
-            softcap=call.options.softcap, logit_scale=call.options.logit_scale,
-        )  # fmt: skip
+            softcap=call.options.softcap,
+            logit_scale=call.options.logit_scale,
+        )
         return _gradients(request, ids, factor)
 
 
 def _gradients(request: Backward, ids: TokenIds, factor: Tensor) -> Results:
     """Return the gradients from those of each entry's product ``h . w``, factor [N]."""
-    call, operands = request.call, request.operands
+    call = request.call
+    operands = request.operands
     assert operands is not None
-    kernels, start, gather = call.kernels, call.vocab_start_index, None
+    kernels = call.kernels
+    start = call.vocab_start_index
+    gather = None
     if call.needs.weight:
         gather = transport.gather(operands.hidden, call.sequence_group)
         gather.start()
@@ -69,15 +78,19 @@ def _gradients(request: Backward, ids: TokenIds, factor: Tensor) -> Results:
     if gradients.dhidden is not None:
         gradients.dhidden.acquire()
         kernels.dhidden_of_ids(
-            factor, ids, rows_of(operands.weight, 0, call.V),
-            vocab_start_index=start, out=gradients.dhidden.tokens,
-        )  # fmt: skip
+            factor,
+            ids,
+            rows_of(operands.weight, 0, call.V),
+            vocab_start_index=start,
+            out=gradients.dhidden.tokens,
+        )
         gradients.dhidden.start()
     if not (call.needs.weight or call.needs.bias):
         return gradients.finished()
     entries = entries_by_id(ids, factor)
     if gradients.dweight is not None and gather is not None:
-        out, adds = rows_of(gradients.dweight, 0, call.V), gradients.accumulates
+        out = rows_of(gradients.dweight, 0, call.V)
+        adds = gradients.accumulates
         if not adds:
             out.zero_()
         kernels.dweight_of_ids(entries, gather.wait(), vocab_start_index=start, out=out, adds=adds)

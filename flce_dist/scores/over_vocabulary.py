@@ -62,10 +62,14 @@ class OverVocabulary:
         raise NotImplementedError("scores are not supported under torch.compile")
 
     def backward(self, request: Backward) -> Results:
-        call, operands, saved = request.call, request.operands, request.saved
+        call = request.call
+        operands = request.operands
+        saved = request.saved
         assert operands is not None and operands.offsets is not None
         n = len(NamedSaved._fields)
-        named, rest, cache = NamedSaved(*saved[:n]), RestSaved(*saved[n:-1]), saved[-1]
+        named = NamedSaved(*saved[:n])
+        rest = RestSaved(*saved[n:-1])
+        cache = saved[-1]
         ids = named.with_offsets(operands.offsets)
         inverse = if_counted(operands.inverse_temperature, rest.labels, 1.0)
         factors = score_factors(call, named, ids, rest, request.upstream, inverse)
@@ -100,7 +104,8 @@ class NamedElements(NamedTuple):
 
     def write(self, d: Tensor, start: int) -> None:
         first_id = self.call.vocab_start_index + start
-        ids, token = self.ids.ids, self.ids.token
+        ids = self.ids.ids
+        token = self.ids.token
         self.call.kernels.write_at_ids(d, ids, token, self.factor, first_id, -1)
 
 
@@ -109,7 +114,9 @@ def name_ids(one: Pass, ids: TokenIds) -> Tensor:
 
     The labels of ``one`` become the largest id of each token, -1 without ids.
     """
-    N, begin, end = len(ids.ids), ids.offsets[:-1], ids.offsets[1:]
+    N = len(ids.ids)
+    begin = ids.offsets[:-1]
+    end = ids.offsets[1:]
     if N:
         labels = ids.ids.index_select(0, (end - 1).clamp_min(0)).where(end > begin, -1)
     else:
@@ -142,9 +149,13 @@ class ScoreFactors(NamedTuple):
 
 
 def score_factors(
-    call: Call, named: NamedSaved, ids: TokenIds, rest: RestSaved, upstream: Upstream,
+    call: Call,
+    named: NamedSaved,
+    ids: TokenIds,
+    rest: RestSaved,
+    upstream: Upstream,
     inverse: Tensor | None,
-) -> ScoreFactors:  # fmt: skip
+) -> ScoreFactors:
     """Return the factors of backward; ``inverse`` is the temperatures', 1 where ignored."""
     dlogprob, dlse, dother, dentropy = upstream
     dlse, dother, dentropy = (if_counted(x, rest.labels) for x in (dlse, dother, dentropy))
@@ -153,9 +164,15 @@ def score_factors(
         dother = dother.where(rest.others != 0, 0.0)  # else a constant
         dlse = -dother if dlse is None else dlse - dother
     of_named, sums = call.kernels.set_gradient(
-        named.z, ids, named.logprob, named.entropy, (dlogprob, dlse, dentropy), inverse,
-        softcap=call.options.softcap, logit_scale=scale,
-    )  # fmt: skip
+        named.z,
+        ids,
+        named.logprob,
+        named.entropy,
+        (dlogprob, dlse, dentropy),
+        inverse,
+        softcap=call.options.softcap,
+        logit_scale=scale,
+    )
     dtotal = -sums if dlse is None else dlse - sums
     slope = scale if inverse is None else scale * inverse
     return ScoreFactors(of_named, dtotal, dother, dentropy, slope)

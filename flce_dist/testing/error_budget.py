@@ -35,7 +35,8 @@ def relative_rms(actual: Tensor, reference: Tensor) -> float:
     NaN or inf. Shapes must be equal: a broadcast would compare something else.
     """
     if actual.shape != reference.shape:
-        expected, got = tuple(reference.shape), tuple(actual.shape)
+        expected = tuple(reference.shape)
+        got = tuple(actual.shape)
         raise ValueError(f"actual must have reference's shape {expected}, got {got}")
     reference = reference.detach().double()
     difference = (actual.detach().double() - reference).norm().item()

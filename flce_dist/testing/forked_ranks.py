@@ -85,7 +85,8 @@ class RankPool(AbstractContextManager["RankPool"]):
         for process in self._workers:
             process.kill()
         self._at_close.close()
-        self._executors, self._workers = [], []
+        self._executors = []
+        self._workers = []
 
     def _call(self, task: bytes | None, closure: Callable[..., Any] | None) -> list[Any]:
         try:
@@ -183,7 +184,8 @@ def _start_rank(rank: int, world_size: int, folder: Path, timeout_s: float, clos
     os.environ["GLOO_SOCKET_IFNAME"] = loopback
     torch_private.forget_groups()
     # The caller's own timeout comes first and names every rank that is late.
-    timeout, store = timedelta(seconds=2 * timeout_s), f"file://{folder}/store"
+    timeout = timedelta(seconds=2 * timeout_s)
+    store = f"file://{folder}/store"
     dist.init_process_group(
         "gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout
     )

@@ -24,7 +24,8 @@ from flce_dist.testing.forked_ranks import RankFailed, RankPool, unfinished
 Result = TypeVar("Result")
 
 _BACKEND = "flce_threads"
-_ALLREDUCE, _BROADCAST = dist.AllreduceOptions(), dist.BroadcastOptions()
+_ALLREDUCE = dist.AllreduceOptions()
+_BROADCAST = dist.BroadcastOptions()
 _REDUCE_SCATTER = dist.ReduceScatterOptions()
 _Group: Any = torch_private.threaded_group()
 _one_world = threading.Lock()  # the threads' world replaces torch's, which is global
@@ -142,7 +143,8 @@ def _run_threads(fn: Callable[[Any], Result], world_size: int, timeout_s: float)
     # The first exponentials of a process, made by two threads at once, had errors of 4e-6 in 4 of
     # 30 processes on an Intel CPU (torch 2.11); after this line in none of 40.
     torch.ones(1024).exp()
-    meeting, store = _Meeting(), dist.HashStore()
+    meeting = _Meeting()
+    store = dist.HashStore()
     results: dict[int, Result] = {}
     errors: list[tuple[int, BaseException]] = []
     have_begun = [threading.Event() for _ in range(world_size)]

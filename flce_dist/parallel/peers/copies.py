@@ -15,7 +15,8 @@ class PeerGather(TokenGather):
     def __init__(self, x: Tensor, memory: PeerMemory):
         memory.open(x.nbytes)  # first: the next use then recovers from whatever raises below
         super().__init__(x.new_empty(memory.P * x.shape[0], *x.shape[1:]))
-        self._x, self._memory = x.contiguous(), memory
+        self._x = x.contiguous()
+        self._memory = memory
         self._arrival: Arrival | None = None
         self._is_open = True
 
@@ -24,7 +25,8 @@ class PeerGather(TokenGather):
             return
         memory = self._memory
         memory.acquire()
-        own, rows = memory.of(memory.rank, self._x.shape, self._x.dtype), slice(0, len(self._x))
+        own = memory.of(memory.rank, self._x.shape, self._x.dtype)
+        rows = slice(0, len(self._x))
         memory.copy(own, rows, self._x, rows)
         self._arrival = memory.pull(self._copy)
         # A copy within one GPU is a kernel: issue it now, ahead of kernels that fill the GPU.
@@ -40,7 +42,8 @@ class PeerGather(TokenGather):
         return self.tokens
 
     def _copy(self, rank: int) -> tuple[Tensor, slice, Tensor, slice]:
-        theirs, n = self._memory.of(rank, self._x.shape, self._x.dtype), len(self._x)
+        theirs = self._memory.of(rank, self._x.shape, self._x.dtype)
+        n = len(self._x)
         return self.tokens, slice(rank * n, (rank + 1) * n), theirs, slice(0, n)
 
 
@@ -72,5 +75,6 @@ class PeerScatter(TokenSum):
 
     def _copy(self, rank: int) -> tuple[Tensor, slice, Tensor, slice]:
         theirs = self._memory.of(rank, self.tokens.shape, self.tokens.dtype)
-        n, mine = self._shares.shape[1], self._memory.rank
+        n = self._shares.shape[1]
+        mine = self._memory.rank
         return self._shares[rank], slice(0, n), theirs, slice(mine * n, (mine + 1) * n)

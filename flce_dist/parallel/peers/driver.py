@@ -17,7 +17,10 @@ from torch import Tensor
 from flce_dist import torch_private
 
 _MOST_VIEWS = 64  # of a block
-_WAIT_VALUE_32, _WRITE_VALUE_32, _WAIT_VALUE_EQ, _DISABLE_TIMING = 1, 2, 1, 2  # of cuda.h
+_WAIT_VALUE_32 = 1  # of cuda.h
+_WRITE_VALUE_32 = 2
+_WAIT_VALUE_EQ = 1
+_DISABLE_TIMING = 2
 _host_words: list[Tensor] = []
 
 
@@ -48,7 +51,8 @@ class Event:
     """A place in a stream, for others to wait for."""
 
     def __init__(self) -> None:
-        self.handle, self._destroy = ctypes.c_void_p(), _cuda().cuEventDestroy_v2
+        self.handle = ctypes.c_void_p()
+        self._destroy = _cuda().cuEventDestroy_v2
         _cuda().cuEventCreate(self.handle, _DISABLE_TIMING)
 
     def record(self, stream: int) -> None:
@@ -78,13 +82,16 @@ def number_of_set_up(group: dist.ProcessGroup) -> int:
 class PeerDriver:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, keys: str):
         """``keys`` are what this driver's keys in the store begin with, the same on all ranks."""
-        self.P, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.P = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
         self.where = f"rank {self.rank} of group {group.group_name} on {device}"
         # Ranks wait for each other as long as the group's collectives may.
         self.limit_s = torch_private.timeout_of(group, device).total_seconds()
-        self._device, self._group_name = device, group.group_name
+        self._device = device
+        self._group_name = group.group_name
         store = torch_private.store_of(group)
-        self._store, self._meetings = dist.PrefixStore(f"flce_dist/{keys}", store), 0
+        self._store = dist.PrefixStore(f"flce_dist/{keys}", store)
+        self._meetings = 0
         self._side_streams: list[torch.cuda.Stream] = []  # which must outlive their handles
 
     def current_stream(self) -> int:
@@ -98,7 +105,9 @@ class PeerDriver:
         """Return the id of the current stream's capture: 0 for none, -1 for one that failed."""
         if not torch.cuda.is_current_stream_capturing():
             return 0
-        status, capture, stream = ctypes.c_int(), ctypes.c_uint64(), self.current_stream()
+        status = ctypes.c_int()
+        capture = ctypes.c_uint64()
+        stream = self.current_stream()
         refs = ctypes.byref(status), ctypes.byref(capture)
         _cuda().cuStreamGetCaptureInfo_v2(stream, *refs, None, None, None)
         return capture.value or -1
@@ -109,7 +118,8 @@ class PeerDriver:
     def copy(self, out: Tensor, rows: slice, source: Tensor, of: slice, stream: int) -> None:
         """Copy rows ``of`` of ``source`` to ``rows`` of ``out``; both contiguous."""
         row = out.nbytes // max(1, len(out))  # the stride of a single row may be any
-        to, begin = out.data_ptr() + rows.start * row, source.data_ptr() + of.start * row
+        to = out.data_ptr() + rows.start * row
+        begin = source.data_ptr() + of.start * row
         if nbytes := (rows.stop - rows.start) * row:
             _cuda().cuMemcpyDtoDAsync_v2(to, begin, nbytes, stream)
 
@@ -177,7 +187,9 @@ class _MemOp(ctypes.Structure):
 def _cuda() -> Any:
     """Return CUDA's driver, which PyTorch has loaded; its functions raise what they return."""
     cuda = ctypes.CDLL("libcuda.so.1")
-    pointer, word, wide = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
+    pointer = ctypes.c_void_p
+    word = ctypes.c_uint32
+    wide = ctypes.c_uint64
     for name, *types in (
         ("cuEventCreate", ctypes.POINTER(pointer), word),
         ("cuEventRecord", pointer, pointer),
@@ -187,7 +199,8 @@ def _cuda() -> Any:
         ("cuStreamGetCaptureInfo_v2", *(pointer,) * 6),
     ):
         function = getattr(cuda, name)
-        function.argtypes, function.errcheck = types, _check
+        function.argtypes = types
+        function.errcheck = _check
     cuda.cuEventDestroy_v2.argtypes = (pointer,)  # nothing to raise from
     return cuda
 

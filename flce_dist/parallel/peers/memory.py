@@ -51,7 +51,8 @@ from torch import Tensor
 from flce_dist.parallel.peers.driver import Block, PeerDriver, refuse_capture
 from flce_dist.parallel.peers.watch import Wait, watch
 
-READY, FREE = 0, 1
+READY = 0
+FREE = 1
 _PAGE = 2 << 20  # bytes; memory that other GPUs map is allocated in such pages
 
 Copy = Callable[[int], tuple[Tensor, slice, Tensor, slice]]
@@ -62,7 +63,8 @@ class Arrival:
     """Copies in flight. It holds their destinations until they are done."""
 
     def __init__(self, driver: PeerDriver, stream: Any):
-        self._driver, self._stream = driver, stream
+        self._driver = driver
+        self._stream = stream
         self._outs: list[Tensor] = []
         self._done = driver.event()
 
@@ -86,11 +88,14 @@ class PeerMemory:
     """A block of the same size on each rank of a group, which every rank can read."""
 
     def __init__(self, driver: PeerDriver, holds: str):
-        self.P, self.rank = driver.P, driver.rank
+        self.P = driver.P
+        self.rank = driver.rank
         # Starting at the next rank, so that all links are used evenly.
         self.peers = [(self.rank + i) % self.P for i in range(1, self.P)]
-        self._driver, self._holds = driver, holds
-        self._stream, self._turn = driver.side_stream(), driver.event()
+        self._driver = driver
+        self._holds = holds
+        self._stream = driver.side_stream()
+        self._turn = driver.event()
         self._blocks: list[Block] = []  # the last is in use, earlier ones belong to graphs
         self._capture: int | None = None  # of the open use, 0 outside one; None if no use is open
         self._writable = False
@@ -118,7 +123,8 @@ class PeerMemory:
         if not self._blocks or nbytes > self._blocks[-1].nbytes:
             self._grow(nbytes, capture)
         self._blocks[-1].in_graph |= capture != 0
-        self._capture, self._writable = capture, False
+        self._capture = capture
+        self._writable = False
 
     def close(self) -> None:
         """End a use. Its last operation is the last one on the current stream."""
@@ -147,7 +153,9 @@ class PeerMemory:
     def pull(self, copy: Copy) -> Arrival:
         """Publish this block, copy from the peers'; the caller must wait for the arrival."""
         self.acquire()
-        driver, here, stream = self._driver, self._driver.current_stream(), self._stream
+        driver = self._driver
+        here = self._driver.current_stream()
+        stream = self._stream
         driver.enqueue(self._tell_ready, here)
         self._writable = False
         self._order(here, stream)
@@ -206,7 +214,8 @@ class PeerMemory:
 
     def _reset_flags(self) -> None:
         flags = self._flags.of(self.rank, (2, self.P), torch.int32)
-        flags[READY], flags[FREE] = 0, 1
+        flags[READY] = 0
+        flags[FREE] = 1
         self._meet("sets its flags")
 
     def _flag(self, rank: int, kind: int, who: int) -> int:
@@ -214,7 +223,8 @@ class PeerMemory:
 
     def _wait_and_clear(self, kind: int, what: str) -> Any:
         """Return operations that wait for the peers' flags on this rank, then clear them."""
-        driver, flags = self._driver, [self._flag(self.rank, kind, rank) for rank in self.peers]
+        driver = self._driver
+        flags = [self._flag(self.rank, kind, rank) for rank in self.peers]
         wait = Wait(driver.host_words(2), driver.limit_s, driver.where, f"other ranks {what}")
         watch(wait)
         self._waits.append(wait)

@@ -20,10 +20,14 @@ _POLL_S = 1.0
 class Wait:
     """A place in the protocol where a stream waits, with two int32 words of host memory."""
 
-    WAITS, PASSED = 0, 1  # is 1 while the stream waits; becomes 1 whenever it has passed
+    WAITS = 0  # is 1 while the stream waits; becomes 1 whenever it has passed
+    PASSED = 1
 
     def __init__(self, words: Tensor, limit_s: float, who: str, what: str):
-        self._memory, self._limit_s, self._who, self._what = words, limit_s, who, what
+        self._memory = words
+        self._limit_s = limit_s
+        self._who = who
+        self._what = what
         # Not read as a tensor: tensor operations release the GIL, and a daemon thread that acquires
         # it again while Python shuts down must not be inside C++.
         self._words = (ctypes.c_int32 * 2).from_address(words.data_ptr())
