@@ -251,14 +251,14 @@ def apply(
         refuse_transforms("linear_cross_entropy")
     if torch.compiler.is_compiling():
         arguments, last_columns = with_low_rank(arguments, low_rank)
-        given, needs = settled(arguments, last_columns)
-        results = compiled.apply(given, needs, last_columns)
+        ordered, needs = settled(arguments, last_columns)
+        results = compiled.apply(ordered, needs, last_columns)
     else:
-        given, call, operands = _prepared_alike(function, arguments, low_rank)
+        ordered, call, operands = _prepared_alike(function, arguments, low_rank)
         flat = differentiable(call, counted_operands(call, operands), weight)
-        shape = given.labels.shape
+        shape = ordered.labels.shape
         results = tuple(x.reshape(shape) if x.dim() else x for x in flat if x is not None)
-    return in_callers_order(results, given, arguments)
+    return in_callers_order(results, ordered, arguments)
 
 
 def _prepared_alike(
@@ -267,7 +267,7 @@ def _prepared_alike(
     """Prepare a call; all ranks raise if one refuses its arguments, or if they differ."""
     with refusals_told(function, arguments.tp_group, arguments.hidden):
         wide, last_columns = with_low_rank(arguments, low_rank)
-        given, needs = settled(wide, last_columns)
-        call, operands = prepare(given, needs, last_columns=last_columns)
+        ordered, needs = settled(wide, last_columns)
+        call, operands = prepare(ordered, needs, last_columns=last_columns)
     check_alike(function, call, operands)
-    return given, call, operands
+    return ordered, call, operands

@@ -79,28 +79,30 @@ def data_parallel_linear_cross_entropy(
             )
         )
         checks.check_group(data_group, False, "data_group")
-    given: dict[str, Any] = dict(labels=labels, token_weight=token_weight, temperature=temperature)
-    _check_tokens(hidden, given, data_group)
+    of_tokens: dict[str, Any] = dict(
+        labels=labels, token_weight=token_weight, temperature=temperature
+    )
+    _check_tokens(hidden, of_tokens, data_group)
     flat = hidden.reshape(-1, *hidden.shape[-1:])
     P = collectives.group_size(data_group)
-    tensors = [name for name, x in given.items() if isinstance(x, Tensor)]
-    of_all_ranks = _gathered(hidden, given, reduction, data_group)
-    given.update(zip(tensors, of_all_ranks, strict=True))
+    tensors = [name for name, x in of_tokens.items() if isinstance(x, Tensor)]
+    of_all_ranks = _gathered(hidden, of_tokens, reduction, data_group)
+    of_tokens.update(zip(tensors, of_all_ranks, strict=True))
     serial = _serial_of_call(data_group)
-    given["temperature"] = tempered(given["temperature"], given["labels"])
+    of_tokens["temperature"] = tempered(of_tokens["temperature"], of_tokens["labels"])
     if reduction == "mean":  # a rank's sum of these weights over ``most`` is that rank's mean
-        counted = (given["labels"] != checked.ignore_index).view(P, labels.numel())
-        weights = counted.double() if token_weight is None else given["token_weight"].double()
+        counted = (of_tokens["labels"] != checked.ignore_index).view(P, labels.numel())
+        weights = counted.double() if token_weight is None else of_tokens["token_weight"].double()
         weights = weights.view_as(counted).where(counted, 0.0)
         norms = weights.sum(1).where(weights.any(1), 1.0)
         # The largest, not 1: a gradient over T would underflow in fp16.
         most = norms.abs().where(norms.isfinite(), 0.0).amax()
-        given["token_weight"] = (weights * (most / norms)[:, None]).view(-1)
+        of_tokens["token_weight"] = (weights * (most / norms)[:, None]).view(-1)
     if reduction != "none":
         checked = replace(checked, reduction=OWN_SUM)
     if flat.requires_grad:
         flat.register_hook(lambda dhidden: dhidden * P)  # of the own loss, not of the mean
-    call = Arguments(flat, weight, bias=bias, options=checked, tp_group=data_group, **given)
+    call = Arguments(flat, weight, bias=bias, options=checked, tp_group=data_group, **of_tokens)
     (loss,) = apply(_FUNCTION, call)
     if loss.requires_grad:
         loss.register_hook(lambda dloss: _upstream_of_mean(dloss, serial, data_group))
@@ -110,27 +112,27 @@ def data_parallel_linear_cross_entropy(
 
 
 def _check_tokens(
-    hidden: Tensor, given: dict[str, Any], data_group: dist.ProcessGroup | None
+    hidden: Tensor, of_tokens: dict[str, Any], data_group: dist.ProcessGroup | None
 ) -> None:
     """Check what is gathered, before ranks compare it."""
     with refusals_told(_FUNCTION, data_group, hidden):
         checks.check_tensor("hidden", hidden, checks.FLOATS)
         flat = hidden.reshape(-1, *hidden.shape[-1:])
-        if not isinstance(given["temperature"], Tensor):
-            values.positive("temperature", given["temperature"])
-            given = {**given, "temperature": None}
-        checks.check_tensors(hidden, flat, bias=None, **given)
-        checks.check_tokens(hidden, given["labels"], LossOptions(), 1)
+        if not isinstance(of_tokens["temperature"], Tensor):
+            values.positive("temperature", of_tokens["temperature"])
+            of_tokens = {**of_tokens, "temperature": None}
+        checks.check_tensors(hidden, flat, bias=None, **of_tokens)
+        checks.check_tokens(hidden, of_tokens["labels"], LossOptions(), 1)
 
 
 def _gathered(
-    hidden: Tensor, given: dict[str, Any], reduction: str, data_group: dist.ProcessGroup | None
+    hidden: Tensor, of_tokens: dict[str, Any], reduction: str, data_group: dist.ProcessGroup | None
 ) -> Sequence[Tensor]:
     """Return the tensors that are given, of all ranks' tokens [P T]; ranks first compare them."""
-    temperature = given["temperature"]
+    temperature = of_tokens["temperature"]
     number = None if isinstance(temperature, Tensor) else float(temperature)
     temperature = temperature if number is None else None
-    own = given["labels"], given["token_weight"], temperature
+    own = of_tokens["labels"], of_tokens["token_weight"], temperature
     if data_group is not None and torch.compiler.is_compiling():
         gather = torch.ops.flce_dist.gather_alike
         return gather(hidden.detach(), *own, number, reduction, data_group.group_name)

@@ -166,8 +166,8 @@ def _backward(dloss, dlse, dlogprob, dentropy, *inputs):
     needs = spec[-1]
     if needs[1]:
         check_not_resharded(weight)
-    given = (dloss, dlse, dlogprob, dentropy)
-    upstream = Upstream(*(g if g is None or g.dim() == 0 else g.reshape(-1) for g in given))
+    of_results = (dloss, dlse, dlogprob, dentropy)
+    upstream = Upstream(*(g if g is None or g.dim() == 0 else g.reshape(-1) for g in of_results))
     gradients: Results = (None, None, None)
     if labels.numel():  # without tokens, statistics are as empty as those that stand for None
         tensors = tuple(x if x.numel() else None for x in saved)

@@ -122,15 +122,15 @@ class Filtered:
             scalars = (loss.new_ones(()), loss.new_zeros(())) if call.options.with_metrics else ()
             return loss, (*metrics, *scalars), saved
         kernels: Any = _gpu() if call.impl == "triton" else eager
-        one = Pass(call, operands)
+        forward_pass = Pass(call, operands)
         tokens = (0, call.T)
-        tiles = kernels.new_tile_stats(one.logits)
-        one.target = one.target._replace(tiles=tiles)
-        stats, loss = one.chunk_loss(tokens, ColumnCache())
-        kept, mass = kernels.kept_tiles(one.logits, tiles, stats, self.eps)
-        loss, metrics = one.finished([loss], [one.metrics(stats, tokens)])
-        outputs = *metrics, *_approximation(call, one.logits, kept, mass)
-        return loss, outputs, FilteredSaved(one.norm, *stats[:3], kept, mass)
+        tiles = kernels.new_tile_stats(forward_pass.logits)
+        forward_pass.target = forward_pass.target._replace(tiles=tiles)
+        stats, loss = forward_pass.chunk_loss(tokens, ColumnCache())
+        kept, mass = kernels.kept_tiles(forward_pass.logits, tiles, stats, self.eps)
+        loss, metrics = forward_pass.finished([loss], [forward_pass.metrics(stats, tokens)])
+        outputs = *metrics, *_approximation(call, forward_pass.logits, kept, mass)
+        return loss, outputs, FilteredSaved(forward_pass.norm, *stats[:3], kept, mass)
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         saved = WindowsSaved(*self.recompute.saved_like(call, operands))

@@ -72,16 +72,16 @@ def instead_of_logits(
     layer = checks.fused_layer(owner.output_layer)
     layer.scoring = compute
     try:
-        found = model(*args, **kwargs)
+        results = model(*args, **kwargs)
     finally:
         layer.scoring = None
-    if isinstance(found, Tensor) or kwargs.get("output_processor") is not None:
+    if isinstance(results, Tensor) or kwargs.get("output_processor") is not None:
         raise NotImplementedError(
             "scores, best_ids and divergence need a model called without labels and "
             "output_processor, config without config_logger_dir, and model.output_layer without "
             "wrappers, patches and hooks of others"
         )
-    return kind(*found)
+    return kind(*results)
 
 
 def owner_of(model: Any) -> Any:
@@ -92,13 +92,13 @@ def owner_of(model: Any) -> Any:
     return owner
 
 
-def _scores_of(layer: Any, hidden: Tensor, weight: Tensor, *, scale: float, **given: Any) -> Any:
+def _scores_of(layer: Any, hidden: Tensor, weight: Tensor, *, scale: float, **options: Any) -> Any:
     """Return scores [b, s] of hidden [s, b, H]."""
-    if given["offsets"] is not None and hidden.shape[1] != 1:
+    if options["offsets"] is not None and hidden.shape[1] != 1:
         raise ValueError(f"offsets need a batch of one row, got {hidden.shape[1]}")
-    given = {name: transposed(x) for name, x in given.items()}
-    found = linear_logprob(hidden, weight, **given, **layer.keywords_of_logits(weight, scale))
-    return TokenScores(*map(transposed, found))
+    options = {name: transposed(x) for name, x in options.items()}
+    results = linear_logprob(hidden, weight, **options, **layer.keywords_of_logits(weight, scale))
+    return TokenScores(*map(transposed, results))
 
 
 def transposed(x: Any) -> Any:

@@ -56,9 +56,9 @@ class InForward(Sizes):
         return list(zip(starts, [*starts[1:], self.T], strict=True))
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
-        one = Pass(call, operands)
+        forward_pass = Pass(call, operands)
         # In fp16 the gradient of a mean may underflow before backward applies the loss scale.
-        norm = one.early_norm()
+        norm = forward_pass.early_norm()
         late_norm, early_norm = (norm, None) if call.is_from_lse else (None, norm)
         rounds_once = len(self.chunks()) == 1 and not call.is_from_lse
         accumulator = None
@@ -83,9 +83,9 @@ class InForward(Sizes):
             )
             return rows, None
 
-        stats, losses = self.add_chunks(one, gradients, of_loss)
-        metrics = [one.metrics(*of) for of in zip(stats, self.chunks(), strict=True)]
-        loss, of_tokens = one.finished(losses, metrics)
+        stats, losses = self.add_chunks(forward_pass, gradients, of_loss)
+        metrics = [forward_pass.metrics(*of) for of in zip(stats, self.chunks(), strict=True)]
+        loss, of_tokens = forward_pass.finished(losses, metrics)
         dhidden, dweight, dbias = gradients.finished(rounds_dbias=False)
         if dweight is not None:
             dweight = dweight.to(_saved_dtype(call.dtype))
@@ -93,20 +93,20 @@ class InForward(Sizes):
         return loss, of_tokens, SavedGradients(late_norm, dhidden, dweight, dbias, labels)
 
     def add_chunks(
-        self, one: Pass, gradients: Gradients, factors: Factors
+        self, forward_pass: Pass, gradients: Gradients, factors: Factors
     ) -> tuple[list[TokenStats], list[Tensor]]:
         """Add the gradients that ``factors`` make; return statistics and losses of all chunks."""
-        call = one.call
+        call = forward_pass.call
         stats = []
         losses = []
         for tokens in self.chunks():
             first, last = tokens
-            logits = one.logits.tokens(first, last)
+            logits = forward_pass.logits.tokens(first, last)
             if first in (0, self.first_t):
                 cache = part = ColumnCache()  # frees the last one before the next is allocated
                 cache = self._chunk_cache(call, logits, gradients.dweight, lends=first == 0)
             part = cache.tokens(0, last - first)
-            of_chunk, loss = one.chunk_loss(tokens, part)
+            of_chunk, loss = forward_pass.chunk_loss(tokens, part)
             stats.append(of_chunk)
             losses.append(loss)
             rows, elements = factors(of_chunk, logits, tokens)
@@ -116,7 +116,7 @@ class InForward(Sizes):
                 stats=of_chunk,
                 rows=rows,
                 cache=part,
-                gather=one.gather,
+                gather=forward_pass.gather,
                 logits=logits,
                 window_v=self.window_v,
                 elements=elements,

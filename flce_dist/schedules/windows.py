@@ -66,14 +66,14 @@ class Windows(Sizes):
     of_loss_only: ClassVar[bool] = False
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
-        one = Pass(call, operands)
+        forward_pass = Pass(call, operands)
         tokens = (0, call.T)
         cache = self.new_cache(call, operands.hidden.device)
         windows = ColumnCache(() if cache is None else (cache,))
-        stats, loss = one.chunk_loss(tokens, windows)
-        metrics = one.metrics(stats, tokens)
-        results = one.finished([loss], [metrics])
-        return *results, WindowsSaved(one.norm, cache, metrics.entropy, *stats[:3])
+        stats, loss = forward_pass.chunk_loss(tokens, windows)
+        metrics = forward_pass.metrics(stats, tokens)
+        results = forward_pass.finished([loss], [metrics])
+        return *results, WindowsSaved(forward_pass.norm, cache, metrics.entropy, *stats[:3])
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         def new(*shape: int) -> Tensor:

@@ -158,10 +158,10 @@ def _scored(arguments: Arguments, ids: Tensor, offsets: Tensor | None, over: Ove
         arguments = Arguments(hidden, local, labels, bias, None, each, options, tp_group)
         ordered, needs = settled(arguments)
         call, operands = prepare(ordered, needs, scores=_SCHEDULES[over])
-        found, cuts = ids_in_order(ids, offsets, labels.shape, hidden, transposed=is_transposed)
-    operands = operands._replace(labels=found, offsets=cuts)
+        flat_ids, cuts = ids_in_order(ids, offsets, labels.shape, hidden, transposed=is_transposed)
+    operands = operands._replace(labels=flat_ids, offsets=cuts)
     check_alike("linear_logprob", call, operands)
-    check_ids(found, cuts, operands.inverse_temperature, call.vocab_size)
+    check_ids(flat_ids, cuts, operands.inverse_temperature, call.vocab_size)
     logprob, *of_tokens = differentiable(call, operands, weight)
     shape = ordered.labels.shape
     if len(shape) != 1:  # a view is a node of the graph, too

@@ -57,10 +57,10 @@ class OverVocabularyInForward:
     of_loss_only: ClassVar[bool] = False
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
-        one = Pass(call, operands)
-        one.gather.start()
+        forward_pass = Pass(call, operands)
+        forward_pass.gather.start()
         ids = sorted_ids(call, operands)
-        z = name_ids(one, ids)
+        z = name_ids(forward_pass, ids)
         gradients = Gradients(call, operands, None)
 
         def of_mean(
@@ -68,13 +68,13 @@ class OverVocabularyInForward:
         ) -> tuple[RowGradient, WithoutNamed]:
             return _mean_rows(stats, from_lse=call.is_from_lse), WithoutNamed(call, ids, *tokens)
 
-        of_chunks, _ = self.chunks.add_chunks(one, gradients, of_mean)
+        of_chunks, _ = self.chunks.add_chunks(forward_pass, gradients, of_mean)
         z = collectives.all_reduce_sum(z, call.tp_group)
         stats = _joined(of_chunks)
         mean, _, _ = gradients.finished()
         assert mean is not None and operands.offsets is not None
         result, outputs, named = scored(call, operands, z, ids, stats)
-        rest = rest_saved(outputs, one.logits.labels, stats)
+        rest = rest_saved(outputs, forward_pass.logits.labels, stats)
         inverse = operands.inverse_temperature
         saved = MeanSaved(mean, operands.weight, operands.offsets, inverse)
         return result, outputs, (*named, *rest, *saved)

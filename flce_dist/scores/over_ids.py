@@ -32,11 +32,13 @@ class OverIds:
     of_loss_only: ClassVar[bool] = False
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
-        one = Pass(call, operands)
-        one.gather.start()
+        forward_pass = Pass(call, operands)
+        forward_pass.gather.start()
         ids = sorted_ids(call, operands)
-        one.gather.wait()
-        z = call.kernels.logits_at_ids(one.logits, ids.ids, ids.token, vocab_size=call.vocab_size)
+        forward_pass.gather.wait()
+        z = call.kernels.logits_at_ids(
+            forward_pass.logits, ids.ids, ids.token, vocab_size=call.vocab_size
+        )
         z = collectives.all_reduce_sum(z, call.tp_group)
         return scored(call, operands, z, ids, None)
 
@@ -95,7 +97,7 @@ def _gradients(request: Backward, ids: TokenIds, factor: Tensor) -> Results:
             out.zero_()
         kernels.dweight_of_ids(entries, gather.wait(), vocab_start_index=start, out=out, adds=adds)
     if gradients.dbias is not None:
-        one = factor.new_full((1, 1), 1 / call.options.logit_scale).expand(call.T, 1)
+        ones = factor.new_full((1, 1), 1 / call.options.logit_scale).expand(call.T, 1)
         dbias = gradients.dbias[: call.V, None]
-        kernels.dweight_of_ids(entries, one, vocab_start_index=start, out=dbias, adds=False)
+        kernels.dweight_of_ids(entries, ones, vocab_start_index=start, out=dbias, adds=False)
     return gradients.finished()

@@ -47,15 +47,17 @@ class OverVocabulary:
     of_loss_only: ClassVar[bool] = False
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
-        one = Pass(call, operands)
-        one.gather.start()
+        forward_pass = Pass(call, operands)
+        forward_pass.gather.start()
         ids = sorted_ids(call, operands)
         cache = self.windows.new_cache(call, operands.weight.device)
-        z = name_ids(one, ids)
-        stats, _ = one.chunk_loss((0, call.T), ColumnCache(() if cache is None else (cache,)))
+        z = name_ids(forward_pass, ids)
+        stats, _ = forward_pass.chunk_loss(
+            (0, call.T), ColumnCache(() if cache is None else (cache,))
+        )
         z = collectives.all_reduce_sum(z, call.tp_group)
         result, outputs, named = scored(call, operands, z, ids, stats)
-        rest = rest_saved(outputs, one.logits.labels, stats)
+        rest = rest_saved(outputs, forward_pass.logits.labels, stats)
         return result, outputs, (*named, *rest, cache)
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
@@ -109,7 +111,7 @@ class NamedElements(NamedTuple):
         self.call.kernels.write_at_ids(d, ids, token, self.factor, first_id, -1)
 
 
-def name_ids(one: Pass, ids: TokenIds) -> Tensor:
+def name_ids(forward_pass: Pass, ids: TokenIds) -> Tensor:
     """Let the pass leave out named ids; return their logits [N], which it writes on their rank.
 
     The labels of ``one`` become the largest id of each token, -1 without ids.
@@ -121,10 +123,10 @@ def name_ids(one: Pass, ids: TokenIds) -> Tensor:
         labels = ids.ids.index_select(0, (end - 1).clamp_min(0)).where(end > begin, -1)
     else:
         labels = torch.full_like(begin, -1)
-    inverse = if_counted(one.logits.inverse_temperature, labels, 1.0)
-    z = torch.zeros(N, dtype=one.call.stats_dtype, device=labels.device)
-    one.logits = one.logits._replace(labels=labels, inverse_temperature=inverse)
-    one.target = one.target._replace(named=NamedIds(ids.ids, begin, end, z))
+    inverse = if_counted(forward_pass.logits.inverse_temperature, labels, 1.0)
+    z = torch.zeros(N, dtype=forward_pass.call.stats_dtype, device=labels.device)
+    forward_pass.logits = forward_pass.logits._replace(labels=labels, inverse_temperature=inverse)
+    forward_pass.target = forward_pass.target._replace(named=NamedIds(ids.ids, begin, end, z))
     return z
 
 
