@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from flce_dist import vocab_range
@@ -43,45 +44,71 @@ def test_a_teacher_is_cut_anew() -> None:
     assert torch.equal(torch.cat(run_ranks(one, 2)), whole[:V])
 
 
-class Body(torch.nn.Module):
-    def __init__(self, table: torch.Tensor) -> None:
+class Model(torch.nn.Module):
+    """What the page asks of a model of transformers: the last hidden states, and the head."""
+
+    def __init__(self, H: int) -> None:
         super().__init__()
-        self.table = torch.nn.Parameter(table)
+        self.table = torch.nn.Parameter(torch.randn(V, H))
+        self.lm_head = torch.nn.Linear(H, V, bias=False)
 
-    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
-        return SimpleNamespace(last_hidden_state=self.table[input_ids])
+    def forward(self, input_ids: torch.Tensor, **asked: Any) -> SimpleNamespace:
+        assert asked == {"output_hidden_states": True, "logits_to_keep": 1}
+        return SimpleNamespace(hidden_states=(None, self.table[input_ids]))
+
+    def get_output_embeddings(self) -> torch.nn.Linear:
+        return self.lm_head
 
 
-def test_the_trainers_loss() -> None:
-    """With what it asks of Trainer and of a model of transformers, and nothing else."""
+class Wrapped(torch.nn.Module):
+    """As DDP: gradients are averaged only if its own forward ran."""
+
+    def __init__(self, module: Model) -> None:
+        super().__init__()
+        self.module, self.calls = module, 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.module(*args, **kwargs)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_trainers_loss(processes: int) -> None:
+    """The mean over processes of their losses is that of all labels; DDP's forward runs."""
 
     class Trainer:
         args = SimpleNamespace(device="cpu")
-        accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+        accelerator = SimpleNamespace(
+            unwrap_model=lambda model: model.module, num_processes=processes
+        )
 
-    def model(h: int) -> Any:
-        made: Any = torch.nn.Module()
-        made.model, made.lm_head = Body(torch.randn(V, h)), torch.nn.Linear(h, V, bias=False)
-        return made.double()
-
-    student, teacher = model(8), model(12)
+    student, teacher = Wrapped(Model(8).double()), Model(12).double()
     transformers: Any = SimpleNamespace(Trainer=Trainer)
     with mock.patch.dict(sys.modules, transformers=transformers):
         trainer = block("class Distillation")["Distillation"](teacher=teacher)
-    ids = torch.randint(V, (3, 7))
+    ids = torch.randint(V, (4, 7))
     labels = ids.clone()
     labels[0, 4:] = -100
-    hidden, theirs = (x.model(ids).last_hidden_state[:, :-1] for x in (student, teacher))
+    hidden, theirs = (x.table[ids][:, :-1] for x in (student.module, teacher))
     expected = reference_linear_divergence(
-        hidden, student.lm_head.weight, theirs, teacher.lm_head.weight, labels=labels[:, 1:]
+        hidden, student.module.lm_head.weight, theirs, teacher.lm_head.weight, labels=labels[:, 1:]
     )[0]
     counted = (labels[:, 1:] != -100).sum()
-    for n in (None, counted):
-        inputs = {"input_ids": ids, "labels": labels}
-        found = trainer.compute_loss(student, inputs, num_items_in_batch=n)
-        assert relative_rms(found, expected) <= 1e-11
-    found.backward()
-    assert student.lm_head.weight.grad.any() and teacher.lm_head.weight.grad is None
+    parts = zip(ids.chunk(processes), labels.chunk(processes), strict=True)
+    losses = [
+        trainer.compute_loss(
+            student, {"input_ids": x, "labels": y}, return_outputs=True, num_items_in_batch=counted
+        )
+        for x, y in parts
+    ]
+    loss = torch.stack([x for x, _ in losses]).mean()
+    assert relative_rms(loss, expected) <= 1e-11
+    assert student.calls == processes and all(outputs == {} for _, outputs in losses)
+    loss.backward()
+    assert student.module.lm_head.weight.grad.any() and teacher.lm_head.weight.grad is None
+    if processes == 1:
+        alone = trainer.compute_loss(student, {"input_ids": ids, "labels": labels})
+        assert relative_rms(alone, expected) <= 1e-11
 
 
 def test_every_block_is_python() -> None:

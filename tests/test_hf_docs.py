@@ -26,8 +26,9 @@ def test_lora(tmp_path):
 def test_trainer(processes, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     text = printed(SCRIPTS[1], tmp_path, *(launcher if processes > 1 else []))
-    losses = re.findall(r"^(\d+\.\d+)$", text, re.M)
-    assert len(losses) == processes and all(10 < float(x) < 11 for x in losses)
+    found = re.findall(r"^(\d) (\d+\.\d+)$", text, re.M)
+    assert [int(world_size) for world_size, _ in found] == [processes] * processes
+    assert all(10 < float(loss) < 11 for _, loss in found)
 
 
 def test_every_script_is_run():

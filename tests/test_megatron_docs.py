@@ -31,7 +31,13 @@ def given(**options: Any) -> dict[str, Any]:
     model = use_linear_cross_entropy(gpt(Setting(1, False)), **options).eval()
     tokens, positions, labels = batch()
     labels[0, :3] = -100
-    return {"model": model, "tokens": tokens, "positions": positions, "labels": labels}
+    return {
+        "model": model,
+        "tokens": tokens,
+        "positions": positions,
+        "mask": None,
+        "labels": labels,
+    }
 
 
 def test_every_block_is_run() -> None:
@@ -94,7 +100,7 @@ def test_the_saver_takes_the_place_of_megatrons(monkeypatch: pytest.MonkeyPatch)
 def test_the_comparison_with_megatrons_path(group: Any) -> None:
     names = given()
     names["labels"].clamp_(min=0)
-    found = block("theirs", **names, mask=None)
+    found = block("theirs", **names)
     assert (found["loss"] - found["theirs"]).abs().max() < 1e-5
 
 
