@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from flce_dist.kernels import gpu, tuning
 from flce_dist.kernels.best import gpu as best_gpu
-from flce_dist.kernels.best.asked import Noise
+from flce_dist.kernels.best.interface import Noise
 from flce_dist.kernels.divergence import gpu as pair_gpu
 from flce_dist.kernels.divergence.formulas import TOTALS, Measure
 from flce_dist.kernels.filtered import gpu as filter_gpu

@@ -24,7 +24,7 @@ from flce_dist.arguments.prepare import (
 from flce_dist.arguments.rank_check import check_alike, refusals_told
 from flce_dist.best.schedule import Sample, TopK
 from flce_dist.core.autograd import refuse_transforms, run_forward
-from flce_dist.kernels.best.asked import MOST_K
+from flce_dist.kernels.best.interface import MOST_K
 
 _FIXED: dict[str, Any] = dict(
     reduction="none",

@@ -12,7 +12,7 @@ from torch import Tensor
 from flce_dist.arguments.prepare import counted_operands
 from flce_dist.core.call import Call, Operands, Outputs, Saved
 from flce_dist.core.statistics import gathered_logits
-from flce_dist.kernels.best.asked import Noise, ShardBest, kernels_of
+from flce_dist.kernels.best.interface import Noise, ShardBest, kernels_of
 from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.parallel import collectives
 from flce_dist.parallel.counted import put_back

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import torch_private
-from flce_dist.kernels.best.asked import Noise, ShardBest
+from flce_dist.kernels.best.interface import Noise, ShardBest
 from flce_dist.kernels.best.noise import eager_gumbel
 from flce_dist.kernels.logits.eager import SCRATCH_BYTES, windows
 from flce_dist.kernels.logits.operands import ShardLogits

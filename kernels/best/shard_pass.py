@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.best.asked import Noise, ShardBest
+from flce_dist.kernels.best.interface import Noise, ShardBest
 from flce_dist.kernels.best.keys import LOWEST_KEY, next_above
 from flce_dist.kernels.best.merge_groups import merge_groups
 from flce_dist.kernels.best.noise import gumbel
