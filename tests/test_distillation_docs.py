@@ -105,7 +105,8 @@ def test_the_trainers_loss(processes: int) -> None:
     assert relative_rms(loss, expected) <= 1e-11
     assert student.calls == processes and all(outputs == {} for _, outputs in losses)
     loss.backward()
-    assert student.module.lm_head.weight.grad.any() and teacher.lm_head.weight.grad is None
+    learned = student.module.lm_head.weight.grad
+    assert learned is not None and learned.any() and teacher.lm_head.weight.grad is None
     if processes == 1:
         alone = trainer.compute_loss(student, {"input_ids": ids, "labels": labels})
         assert relative_rms(alone, expected) <= 1e-11
