@@ -291,6 +291,19 @@ def test_refusals(low_rank: Any, options: dict[str, Any], complaint: str) -> Non
         linear_cross_entropy(hidden, weight, torch.arange(T), low_rank=low_rank, **options)
 
 
+@pytest.mark.parametrize("weight, complaint", [
+    (torch.zeros(V), rf"^weight must be \[V, H\] with H = {H} from hidden, got \({V},\)$"),
+    (torch.zeros(H, V), rf"^weight must be \[V, H\] with H = {H} .*: pass weight.T$"),
+    (torch.zeros(V, H - R), rf"^weight must be \[V, H\] with H = {H} .* got \({V}, {H - R}\)$"),
+    (torch.zeros(V, H).bfloat16(), r"^weight must have hidden's dtype torch.float32, got torch.bf"),
+])  # fmt: skip
+def test_a_weight_is_refused_as_without_low_rank(weight: torch.Tensor, complaint: str) -> None:
+    hidden, low_rank = torch.zeros(T, H), (torch.zeros(T, R), torch.zeros(V, R))
+    for pair in (None, low_rank):
+        with pytest.raises(ValueError, match=complaint):
+            linear_cross_entropy(hidden, weight, torch.arange(T), low_rank=pair)
+
+
 def test_ranks_that_train_other_columns_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLCE_DIST_CHECK_RANKS", "1")
 

@@ -64,14 +64,7 @@ def check_tensors(
     check_tensor("hidden", hidden, FLOATS)
     check_tensor("weight", weight, FLOATS, hidden)
     check_tensor("labels", labels, LABELS, hidden)
-    if hidden.dim() < 1 or hidden.shape[-1] == 0:
-        raise ValueError(f"hidden must be [..., H] with H >= 1, got {tuple(hidden.shape)}")
-    H = hidden.shape[-1]
-    if weight.dim() != 2 or weight.shape[1] != H:
-        way_out = ": pass weight.T" if weight.dim() == 2 and weight.shape[0] == H else ""
-        raise ValueError(
-            f"weight must be [V, H] with H = {H} from hidden, got {tuple(weight.shape)}{way_out}"
-        )
+    check_shapes(hidden, weight)
     if bias is not None:
         check_tensor("bias", bias, FLOATS, hidden)
         if bias.shape != weight.shape[:1]:
@@ -79,13 +72,7 @@ def check_tensors(
                 f"bias must be [V] with V = {weight.shape[0]} from weight, got {tuple(bias.shape)}"
                 + ways_out.reshaped("bias", bias, weight.shape[:1])
             )
-    for name, x in (("weight", weight), ("bias", bias)):
-        if x is not None and x.dtype != hidden.dtype:
-            raise ValueError(
-                f"{name} must have hidden's dtype {hidden.dtype}, got {x.dtype}: pass "
-                f"{name}.to({hidden.dtype}) or hidden.to({x.dtype}), or call under torch.autocast; "
-                "the gradient of each has the dtype that was passed"
-            )
+    check_one_dtype(hidden, weight=weight, bias=bias)
     for name, x in of_tokens.items():
         if x is None:
             continue
@@ -101,6 +88,29 @@ def check_tensors(
             raise ValueError(
                 f"{name} must have requires_grad=False, since it gets no gradient, got True: pass "
                 f"{name}.detach()"
+            )
+
+
+def check_shapes(hidden: Tensor, weight: Tensor) -> None:
+    """Check that weight is [V, H] for hidden [..., H]."""
+    if hidden.dim() < 1 or hidden.shape[-1] == 0:
+        raise ValueError(f"hidden must be [..., H] with H >= 1, got {tuple(hidden.shape)}")
+    H = hidden.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != H:
+        way_out = ": pass weight.T" if weight.dim() == 2 and weight.shape[0] == H else ""
+        raise ValueError(
+            f"weight must be [V, H] with H = {H} from hidden, got {tuple(weight.shape)}{way_out}"
+        )
+
+
+def check_one_dtype(hidden: Tensor, **operands: Tensor | None) -> None:
+    """Check that these have hidden's dtype, where they are given."""
+    for name, x in operands.items():
+        if x is not None and x.dtype != hidden.dtype:
+            raise ValueError(
+                f"{name} must have hidden's dtype {hidden.dtype}, got {x.dtype}: pass "
+                f"{name}.to({hidden.dtype}) or hidden.to({x.dtype}), or call under torch.autocast; "
+                "the gradient of each has the dtype that was passed"
             )
 
 

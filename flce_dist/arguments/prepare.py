@@ -108,6 +108,8 @@ def with_low_rank(
     hidden, weight, x, b = (
         y.to(dtype_in_autocast(y, hidden.device.type)) for y in (hidden, weight, *low_rank)
     )
+    checks.check_shapes(hidden, weight)  # before columns are added to both
+    checks.check_one_dtype(hidden, weight=weight)
     checks.check_low_rank_shapes(x, b, hidden, weight)
     is_trained = torch.is_grad_enabled() and b.requires_grad and not weight.requires_grad
     columns = b.detach() if is_trained else b
