@@ -127,7 +127,8 @@ def _tables(
     for dtype in settings.dtypes:
         for shape, losses in grid:
             budget = cases.part_cached_budget(shape, P, DTYPES[dtype])
-            found = (cases.cases(variant, settings.schedules, P, budget) for variant in losses)
+            fitting = [x for x in losses if shape.H > 1 or not x.low_rank]  # cut from its columns
+            found = (cases.cases(variant, settings.schedules, P, budget) for variant in fitting)
             todo.append((dtype, shape, [group for group in map(list, found) if group]))
     with Progress(console=console, transient=True, disable=settings.quiet) as progress:
         bar = progress.add_task("", total=sum(len(group) for *_, x in todo for group in x))
