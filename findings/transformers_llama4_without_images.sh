@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# transformers 5.24.0: Llama4ForConditionalGeneration called with text alone raises an AttributeError
-# about image_outputs, though images are optional.
+# transformers 5.24.0: Llama4ForConditionalGeneration called with text alone raises an
+# AttributeError about image_outputs, though images are optional.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
