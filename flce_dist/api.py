@@ -7,6 +7,7 @@ from typing_extensions import Unpack
 
 from flce_dist.arguments import checks
 from flce_dist.arguments.dtensor import localized
+from flce_dist.arguments.low_rank import with_low_rank
 from flce_dist.arguments.options import (
     CallOptions,
     Impl,
@@ -22,7 +23,6 @@ from flce_dist.arguments.prepare import (
     prepare,
     settled,
     tempered,
-    with_low_rank,
 )
 from flce_dist.arguments.rank_check import check_alike, names_meant, refusals_told
 from flce_dist.core import compiled

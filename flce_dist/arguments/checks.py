@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from flce_dist.arguments import values, ways_out
 from flce_dist.arguments.options import LossOptions
@@ -136,40 +135,6 @@ def check_tensor(
         raise ValueError(
             f"{name} must be on {name_of_like}'s {like.device}, got {x.device}: pass "
             f"{name}.to({name_of_like}.device)"
-        )
-
-
-def check_low_rank(low_rank: object, options: LossOptions) -> None:
-    """Check that it is a pair of plain tensors, and that the options take one."""
-    if not isinstance(low_rank, tuple | list) or len(low_rank) != 2:
-        got = values.shown(low_rank)
-        raise ValueError(f"low_rank must be None or a pair of tensors (x, b), got {got}")
-    for i, x in enumerate(low_rank):
-        check_tensor(f"low_rank[{i}]", x, FLOATS)
-        if isinstance(x, DTensor):
-            raise NotImplementedError(
-                f"low_rank[{i}] must be a plain tensor, got a DTensor: pass this rank's part, "
-                "to_local()"
-            )
-    if options.accumulate_dweight or not isinstance(options.schedule, str):
-        raise NotImplementedError(
-            "low_rank needs accumulate_dweight=False and a schedule that is a name, got "
-            f"accumulate_dweight={options.accumulate_dweight} and schedule={options.schedule!r}"
-        )
-
-
-def check_low_rank_shapes(x: Tensor, b: Tensor, hidden: Tensor, weight: Tensor) -> None:
-    for i, factor in enumerate((x, b)):
-        check_tensor(f"low_rank[{i}]", factor, (hidden.dtype,), hidden)
-    if x.shape[:-1] != hidden.shape[:-1] or x.dim() < 1:
-        raise ValueError(
-            f"low_rank[0] must be {(*hidden.shape[:-1], 'r')} from hidden {tuple(hidden.shape)}, "
-            f"got {tuple(x.shape)}"
-        )
-    if b.shape != (len(weight), x.shape[-1]):
-        raise ValueError(
-            f"low_rank[1] must be [V, r] with V = {len(weight)} from weight and r = {x.shape[-1]} "
-            f"from low_rank[0], got {tuple(b.shape)}"
         )
 
 

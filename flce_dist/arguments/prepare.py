@@ -91,34 +91,6 @@ def in_callers_order(
     )
 
 
-def with_low_rank(
-    arguments: Arguments, low_rank: tuple[Tensor, Tensor] | None
-) -> tuple[Arguments, Tensor | None]:
-    """Return arguments whose hidden and weight have the low rank's columns behind their own.
-
-    And these columns of the weight, if they are trained and the others are not.
-    """
-    if low_rank is None:
-        return arguments, None
-    hidden = arguments.hidden
-    weight = arguments.weight
-    checks.check_tensor("hidden", hidden, checks.FLOATS)
-    checks.check_tensor("weight", weight, checks.FLOATS, hidden)
-    checks.check_low_rank(low_rank, arguments.options)
-    hidden, weight, x, b = (
-        y.to(dtype_in_autocast(y, hidden.device.type)) for y in (hidden, weight, *low_rank)
-    )
-    checks.check_shapes(hidden, weight)  # before columns are added to both
-    checks.check_one_dtype(hidden, weight=weight)
-    checks.check_low_rank_shapes(x, b, hidden, weight)
-    is_trained = torch.is_grad_enabled() and b.requires_grad and not weight.requires_grad
-    columns = b.detach() if is_trained else b
-    wide = arguments._replace(
-        hidden=torch.cat((hidden, x), -1), weight=torch.cat((weight, columns), 1)
-    )
-    return wide, b if is_trained else None
-
-
 def in_autocast_dtype(arguments: Arguments) -> Arguments:
     """Under autocast, cast the operands to its dtype as ``torch.nn.functional.linear`` does."""
     hidden = arguments.hidden
