@@ -17,6 +17,8 @@ from torch.testing import assert_close
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.arguments.options import ScheduleName
+from flce_dist.core import gradients
+from flce_dist.kernels import eager
 from flce_dist.reference import reference_linear_cross_entropy
 from tests.outcomes import Outcome, Results, entropy_rounding, misses
 
@@ -188,6 +190,26 @@ T, V, H = 40, 600, 24  # of ``inputs``; 10 tiles of 64 columns in the interprete
 
 Patch = Callable[[Any, str, Callable[..., Any]], None]
 """Type of the fixture ``mutate`` in conftest.py."""
+
+
+def sizes_of_d(mutate: Patch) -> list[int]:
+    """Return a list to which each product of a call by ``eager`` adds how large its D is.
+
+    None of them sums over tokens, as for a dweight, and none of a D that is computed again.
+    """
+    sizes: list[int] = []
+
+    def noting(product: Any, d: Tensor, *others: Any, sums_tokens: bool, **rest: Any) -> None:
+        assert not sums_tokens
+        sizes.append(d.numel())
+        product(d, *others, sums_tokens=sums_tokens, **rest)
+
+    def refuse(dlogits: Any, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("logits are computed again")
+
+    mutate(gradients.gemm, "product", noting)
+    mutate(eager, "dlogits", refuse)
+    return sizes
 
 
 def pairwise(cases: Iterable[Case]) -> list[Case]:

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from flce_dist import linear_logprob
-from flce_dist.core import gradients
-from flce_dist.kernels import eager
 from flce_dist.kernels.logits.eager import SCRATCH_BYTES
 from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.schedules import choose
 from flce_dist.scores.in_forward import OverVocabularyInForward
 from flce_dist.testing import relative_rms
 from tests.outcomes import assert_same
-from tests.problems import Patch, both, each_dtype, make_inputs, poisoned_memory
+from tests.problems import Patch, both, each_dtype, make_inputs, poisoned_memory, sizes_of_d
 from tests.score_problem import (
     H,
     Scored,
@@ -171,20 +169,9 @@ def test_hidden_states_are_not_kept() -> None:
 
 
 def test_logits_are_computed_once_and_multiplied_once(mutate: Patch) -> None:
-    columns: list[int] = []
-
-    def noting(product: Any, d: Tensor, *others: Any, sums_tokens: bool, **rest: Any) -> None:
-        assert not sums_tokens
-        columns.append(d.numel())
-        product(d, *others, sums_tokens=sums_tokens, **rest)
-
-    def refuse(dlogits: Any, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("logits are computed again")
-
-    mutate(gradients.gemm, "product", noting)
-    mutate(eager, "dlogits", refuse)
+    sizes = sizes_of_d(mutate)
     run_scores(frozen(), "eager")
-    assert sum(columns) == T * V and len(columns) > 2
+    assert sum(sizes) == T * V and len(sizes) > 2
 
 
 def schedule_of(given: Scored, **options: Any) -> Any:

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved
 from flce_dist.core.gradients import Gradients, new_dhidden
-from flce_dist.core.statistics import Pass
 from flce_dist.kernels.ids.token_ids import TokenIds
 from flce_dist.kernels.logits.operands import ShardLogits, rows_of
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
 from flce_dist.parallel import collectives
 from flce_dist.schedules.in_forward import InForward, tokens_here
-from flce_dist.scores.named import NamedSaved, scored, sorted_ids
+from flce_dist.scores.named import NamedSaved, opened, scored
 from flce_dist.scores.over_vocabulary import (
     NamedElements,
     RestSaved,
@@ -57,9 +56,7 @@ class OverVocabularyInForward:
     of_loss_only: ClassVar[bool] = False
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
-        forward_pass = Pass(call, operands)
-        forward_pass.gather.start()
-        ids = sorted_ids(call, operands)
+        forward_pass, ids = opened(call, operands)
         z = name_ids(forward_pass, ids)
         gradients = Gradients(call, operands, None)
 

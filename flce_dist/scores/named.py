@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flce_dist.core.call import Call, Operands, Outputs
+from flce_dist.core.statistics import Pass
 from flce_dist.kernels.ids.token_ids import TokenIds
 from flce_dist.kernels.rows.formulas import TokenStats
 
@@ -24,9 +25,13 @@ class NamedSaved(NamedTuple):
         return TokenIds(self.ids, offsets, self.token, self.place)
 
 
-def sorted_ids(call: Call, operands: Operands) -> TokenIds:
+def opened(call: Call, operands: Operands) -> tuple[Pass, TokenIds]:
+    """Return a pass that gathers hidden, and the ids, which are sorted meanwhile."""
     assert operands.offsets is not None
-    return call.kernels.sorted_ids(operands.labels, operands.offsets, call.vocab_size)
+    forward_pass = Pass(call, operands)
+    forward_pass.gather.start()
+    ids = call.kernels.sorted_ids(operands.labels, operands.offsets, call.vocab_size)
+    return forward_pass, ids
 
 
 def scored(

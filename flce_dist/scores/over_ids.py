@@ -10,11 +10,10 @@ from torch import Tensor
 
 from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved
 from flce_dist.core.gradients import Gradients
-from flce_dist.core.statistics import Pass
 from flce_dist.kernels.ids.token_ids import TokenIds, entries_by_id
 from flce_dist.kernels.logits.operands import rows_of
 from flce_dist.parallel import collectives, transport
-from flce_dist.scores.named import NamedSaved, scored, sorted_ids
+from flce_dist.scores.named import NamedSaved, opened, scored
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,7 @@ class OverIds:
     of_loss_only: ClassVar[bool] = False
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
-        forward_pass = Pass(call, operands)
-        forward_pass.gather.start()
-        ids = sorted_ids(call, operands)
+        forward_pass, ids = opened(call, operands)
         forward_pass.gather.wait()
         z = call.kernels.logits_at_ids(
             forward_pass.logits, ids.ids, ids.token, vocab_size=call.vocab_size

@@ -17,7 +17,7 @@ from flce_dist.kernels.logits.target import NamedIds
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
 from flce_dist.parallel import collectives
 from flce_dist.schedules.windows import Windows, closed
-from flce_dist.scores.named import NamedSaved, scored, sorted_ids
+from flce_dist.scores.named import NamedSaved, opened, scored
 
 
 class RestSaved(NamedTuple):
@@ -47,9 +47,7 @@ class OverVocabulary:
     of_loss_only: ClassVar[bool] = False
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
-        forward_pass = Pass(call, operands)
-        forward_pass.gather.start()
-        ids = sorted_ids(call, operands)
+        forward_pass, ids = opened(call, operands)
         cache = self.windows.new_cache(call, operands.weight.device)
         z = name_ids(forward_pass, ids)
         stats, _ = forward_pass.chunk_loss(
