@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flce_dist.kernels.rows.formulas import RESCUE_ABOVE
+from flce_dist.launch import call_time
 from flce_dist.launch.bench import measure, problem
 from flce_dist.launch.bench.config import BenchConfig, RunSpec, ShapeSpec
 from flce_dist.launch.bench.measure import Measured
@@ -32,7 +33,7 @@ def test_a_sample_is_divided_by_its_calls_and_gradients_are_fresh(tmp_path, monk
 
     looks = itertools.count()  # at the clock; each takes time, too, as floors must take some
     clock = SimpleNamespace(perf_counter=lambda: 5e-3 * len(calls) + 1e-4 * next(looks))
-    monkeypatch.setattr(measure, "time", clock)
+    monkeypatch.setattr(call_time, "time", clock)
     peer(monkeypatch, takes_5_ms)
     one_shape = GRID.replace("  - {T: 12, H: 16, V: 64, dtype: fp32}\n", "")
     assert run(tmp_path, "  - {impl: canonical}\n", "--sample-ms", "20", grid=one_shape) == 0

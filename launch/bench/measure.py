@@ -6,7 +6,6 @@ anything is timed), so that a peer that is missing or out of memory costs its ow
 
 import gc
 import math
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, field
 from functools import partial
@@ -30,6 +29,7 @@ from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.peers import PEERS, LossFunction, load_peer
 from flce_dist.launch.bench.problem import IGNORED, Errors, Problem, Truth, errors_of
 from flce_dist.launch.bench.profiles import Profile, take_profile
+from flce_dist.launch.call_time import call_ms
 from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.launch.process_group import failures, gathered
 from flce_dist.memory import release_shared_memory
@@ -192,19 +192,7 @@ class Measured:
 
     def _time(self, calls: int) -> float:
         """Return the milliseconds of one of ``calls`` calls back to back."""
-        call = self._settled()
-        if self.problem.hidden.device.type != "cuda":
-            started = time.perf_counter()
-            for _ in range(calls):
-                call()
-            return (time.perf_counter() - started) * 1e3 / calls
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / calls
+        return call_ms(self._settled(), calls, self.problem.hidden.device)
 
     def _settled(self) -> Callable[[], Any]:
         """Return what is to be timed, after untimed calls of it.

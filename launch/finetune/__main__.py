@@ -14,7 +14,6 @@ import importlib.util
 import random
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from flce_dist.launch.about import about, version_of
+from flce_dist.launch.call_time import call_ms
 from flce_dist.launch.finetune.config import FinetuneConfig, RunSpec, load_config
 from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.launch.process_group import device_type_of
@@ -64,7 +64,8 @@ def main(args: list[str] | None = None) -> int:
     order = random.Random(config.seed)
     for _ in range(config.rounds):
         for run in order.sample(runs, len(runs)):
-            run.samples_ms.append(_step_ms(run.step, config.steps, device))
+            run.step()  # so that the clock is the one that this run leads to
+            run.samples_ms.append(call_ms(run.step, config.steps, device))
     records = _records(runs, config)
     _write(path, config, device, records)
     console = Console(width=None if sys.stdout.isatty() else 120)
@@ -130,23 +131,6 @@ def _warm_up(run: Measured, config: FinetuneConfig, device: torch.device) -> Non
     with peak_memory(device) as peak:
         run.step()
     run.peak_bytes = peak.bytes
-
-
-def _step_ms(step: Callable[[], Tensor], steps: int, device: torch.device) -> float:
-    """Return the milliseconds of one of ``steps`` steps back to back."""
-    step()
-    if device.type != "cuda":
-        started = time.perf_counter()
-        for _ in range(steps):
-            step()
-        return (time.perf_counter() - started) * 1e3 / steps
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(steps):
-        step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / steps
 
 
 def _records(runs: list[Measured], config: FinetuneConfig) -> list[dict[str, Any]]:
