@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # torch 2.13.0: F.linear_cross_entropy with LinearCrossEntropyOptions() is NaN if a token is ignored
-# and class 0 is banned by a bias of -inf, as a padding id often is. It takes the logit of class 0 for
-# ignored tokens and multiplies it by 0. Without options the loss is finite, and the gradients are in
-# both.
+# and class 0 is banned by a bias of -inf, as a padding id often is. It takes the logit of class 0
+# for ignored tokens and multiplies it by 0. Without options the loss is finite; the gradients are
+# finite in both.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# torch 2.13.0: F.linear_cross_entropy with LinearCrossEntropyOptions() adds the losses of its chunks
-# in bf16 if the operands are. The sum stops growing once a chunk's loss is below its last digit: a
+# torch 2.13.0: F.linear_cross_entropy with LinearCrossEntropyOptions() adds the losses of chunks in
+# bf16 if the operands are. The sum stops growing once a chunk's loss is below its last digit: a
 # mean of 8.40 comes out as 8.0, in chunks of 8 tokens as 2.0. No error, no warning. The gradient of
-# the bias stops in the same way. Without options both are right to bf16's last digit.
+# the bias stops in the same way. Without options both are right to bf16's last digits.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

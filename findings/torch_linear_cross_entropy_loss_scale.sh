@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # torch 2.13.0: F.linear_cross_entropy with LinearCrossEntropyOptions() makes gradients in forward,
-# in fp16 if the operands are, and multiplies them by the upstream gradient later. So a loss scale, as
-# of GradScaler, comes too late: what underflows stays 0. Without options the same scale keeps it.
+# in fp16 if the operands are, and multiplies them by the upstream gradient later. So a loss scale,
+# as of GradScaler, comes too late: what underflows stays 0. Without options the scale keeps it.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
