@@ -47,7 +47,9 @@ class Pass:
 
         first, last = tokens
         logits = self.logits.tokens(first, last)
-        target = self.target.tokens(first, last)
+        target = self.target
+        if target.named is not None:
+            target = target.rows(slice(first, last))
         sums = kernels.new_sums(logits, target)
         self.gather.wait()
         label_logit = kernels.logits_at_ids(logits, logits.labels, None, vocab_size=call.vocab_size)

@@ -26,10 +26,6 @@ class Target(NamedTuple):
     named: NamedIds | None = None
     tiles: Tensor | None = None  # out: [2, num_v, T], maxima and sums of tiles of columns
 
-    def tokens(self, start: int, end: int) -> "Target":
-        """Return the same of a chunk of tokens; tiles are asked for where all are one chunk."""
-        return self if self.named is None else self.rows(slice(start, end))
-
     def rows(self, tokens: Tensor | slice) -> "Target":
         """Return the same of these tokens, whose tiles nobody asks for again."""
         named = self.named
