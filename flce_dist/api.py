@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
-from flce_dist.arguments import checks
+from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.dtensor import localized
 from flce_dist.arguments.low_rank import with_low_rank
 from flce_dist.arguments.options import (
@@ -16,14 +16,8 @@ from flce_dist.arguments.options import (
     keywords_of,
     signed_like,
 )
-from flce_dist.arguments.prepare import (
-    Arguments,
-    counted_operands,
-    in_callers_order,
-    prepare,
-    settled,
-    tempered,
-)
+from flce_dist.arguments.passed import Arguments, in_callers_order, settled, tempered
+from flce_dist.arguments.prepare import counted_operands, prepare
 from flce_dist.arguments.rank_check import check_alike, names_meant, refusals_told
 from flce_dist.core import compiled
 from flce_dist.core.autograd import differentiable, refuse_transforms
@@ -176,7 +170,7 @@ def linear_cross_entropy(
     parallelism arXiv:2205.05198; exponentials relative to the label's logit are ours.
     """
     with refusals_told("linear_cross_entropy", tp_group, hidden):
-        checked = checks.checked_options(
+        checked = checked_options(
             reduction=reduction,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
@@ -228,7 +222,7 @@ def linear_cross_entropy_with_metrics(
     """
     function = "linear_cross_entropy_with_metrics"
     with refusals_told(function, tp_group, hidden):
-        checked = checks.checked_options(
+        checked = checked_options(
             **keywords_of(linear_cross_entropy_with_metrics, options, with_metrics=True)
         )
         temperatures = tempered(temperature, labels)
@@ -249,12 +243,14 @@ def apply(
         if arguments.may_have_dtensors:
             arguments = localized(arguments)
         refuse_transforms("linear_cross_entropy")
+        last_columns = None
+        if low_rank is not None:
+            arguments, last_columns = with_low_rank(arguments, low_rank)
     if torch.compiler.is_compiling():
-        arguments, last_columns = with_low_rank(arguments, low_rank)
         ordered, needs = settled(arguments, last_columns)
         results = compiled.apply(ordered, needs, last_columns)
     else:
-        ordered, call, operands = _prepared_alike(function, arguments, low_rank)
+        ordered, call, operands = _prepared_alike(function, arguments, last_columns)
         flat = differentiable(call, counted_operands(call, operands), weight)
         shape = ordered.labels.shape
         results = tuple(x.reshape(shape) if x.dim() else x for x in flat if x is not None)
@@ -262,12 +258,11 @@ def apply(
 
 
 def _prepared_alike(
-    function: str, arguments: Arguments, low_rank: tuple[Tensor, Tensor] | None
+    function: str, arguments: Arguments, last_columns: Tensor | None
 ) -> tuple[Arguments, Call, Operands]:
     """Prepare a call; all ranks raise if one refuses its arguments, or if they differ."""
     with refusals_told(function, arguments.tp_group, arguments.hidden):
-        wide, last_columns = with_low_rank(arguments, low_rank)
-        ordered, needs = settled(wide, last_columns)
+        ordered, needs = settled(arguments, last_columns)
         call, operands = prepare(ordered, needs, last_columns=last_columns)
     check_alike(function, call, operands)
     return ordered, call, operands

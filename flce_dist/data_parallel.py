@@ -12,7 +12,15 @@ from typing_extensions import Unpack
 
 from flce_dist import torch_private
 from flce_dist.api import apply
-from flce_dist.arguments import checks, values
+from flce_dist.arguments import values
+from flce_dist.arguments.check_tensors import (
+    FLOATS,
+    check_group,
+    check_tensor,
+    check_tensors,
+    check_tokens,
+)
+from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.options import (
     OWN_SUM,
     DataParallelOptions,
@@ -20,7 +28,7 @@ from flce_dist.arguments.options import (
     Reduction,
     keywords_of,
 )
-from flce_dist.arguments.prepare import Arguments, tempered
+from flce_dist.arguments.passed import Arguments, tempered
 from flce_dist.arguments.rank_check import check_facts, mark_alike, refusals_told
 from flce_dist.parallel import collectives
 
@@ -68,7 +76,7 @@ def data_parallel_linear_cross_entropy(
             bounds the tokens of all ranks.
     """
     with refusals_told(_FUNCTION, data_group, hidden):
-        checked = checks.checked_options(
+        checked = checked_options(
             **keywords_of(
                 data_parallel_linear_cross_entropy,
                 options,
@@ -78,7 +86,7 @@ def data_parallel_linear_cross_entropy(
                 sequence_dim=0,
             )
         )
-        checks.check_group(data_group, False, "data_group")
+        check_group(data_group, False, "data_group")
     of_tokens: dict[str, Any] = dict(
         labels=labels, token_weight=token_weight, temperature=temperature
     )
@@ -116,13 +124,13 @@ def _check_tokens(
 ) -> None:
     """Check what is gathered, before ranks compare it."""
     with refusals_told(_FUNCTION, data_group, hidden):
-        checks.check_tensor("hidden", hidden, checks.FLOATS)
+        check_tensor("hidden", hidden, FLOATS)
         flat = hidden.reshape(-1, *hidden.shape[-1:])
         if not isinstance(of_tokens["temperature"], Tensor):
             values.positive("temperature", of_tokens["temperature"])
             of_tokens = {**of_tokens, "temperature": None}
-        checks.check_tensors(hidden, flat, bias=None, **of_tokens)
-        checks.check_tokens(hidden, of_tokens["labels"], LossOptions(), 1)
+        check_tensors(hidden, flat, bias=None, **of_tokens)
+        check_tokens(hidden, of_tokens["labels"], LossOptions(), 1)
 
 
 def _gathered(

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.arguments import checks
+from flce_dist.arguments.check_options import check_invariant
+from flce_dist.arguments.check_tensors import check_group
+from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.options import KEYWORDS, LayerOptions, LossOptions, keywords_of
 from flce_dist.arguments.rank_check import check_facts, mark_alike
 from flce_dist.parallel import collectives
@@ -84,8 +86,8 @@ class LinearCrossEntropy(VocabShard):
     ) -> None:
         of_shard = {"vocab_size": None, "vocab_range": None}  # known once it is made
         keywords = keywords_of(LinearCrossEntropy.__init__, options, **of_shard)
-        checked = checks.checked_options(**keywords)
-        checks.check_group(tp_group, checked.sequence_parallel)
+        checked = checked_options(**keywords)
+        check_group(tp_group, checked.sequence_parallel)
         super().__init__(
             hidden_size,
             vocab_size,
@@ -98,7 +100,7 @@ class LinearCrossEntropy(VocabShard):
         )
         if checked.tp_invariant:
             shards = [vocab_range(self.padded_vocab_size, rank, self.P) for rank in range(self.P)]
-            checks.check_invariant(checked.impl or "triton", shards)
+            check_invariant(checked.impl or "triton", shards)
         self.options = replace(checked, vocab_size=self.vocab_size, vocab_range=self.vocab_range)
         self.sequence_parallel = checked.sequence_parallel
 

@@ -14,7 +14,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from typing_extensions import Unpack
 
 from flce_dist.api import linear_cross_entropy
-from flce_dist.arguments import checks, values
+from flce_dist.arguments import values
+from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.options import KEYWORDS, LossOptions, StyleOptions, keywords_of
 
 _FIXED: dict[str, Any] = {
@@ -70,7 +71,7 @@ class LinearCrossEntropyParallel(ParallelStyle):
                 f"{values.shown(layout)}"
             )
         self.input_layouts = layout
-        self.options = checks.checked_options(**keywords)
+        self.options = checked_options(**keywords)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Split the parameters of ``module`` in place and return it; collective."""

@@ -10,9 +10,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
-from flce_dist.arguments import checks, values
+from flce_dist.arguments import values
+from flce_dist.arguments.check_options import check_rows
+from flce_dist.arguments.check_tensors import check_group, check_tensors, check_tokens
+from flce_dist.arguments.decide import planned
+from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.options import CallOptions, keywords_of
-from flce_dist.arguments.prepare import Arguments, dtype_in_autocast, planned
+from flce_dist.arguments.passed import Arguments, dtype_in_autocast
 from flce_dist.parallel import collectives
 from flce_dist.schedules.in_forward import InForward
 from flce_dist.schedules.windows import Sizes
@@ -88,10 +92,10 @@ def plan(
         pass its local tensor. NotImplementedError: a combination is not supported.
     """
     flags = {"with_metrics": values.flag("with_metrics", with_metrics)}
-    checked = checks.checked_options(**keywords_of(plan, options, **flags))
+    checked = checked_options(**keywords_of(plan, options, **flags))
     P = values.count("tp_size", tp_size, optional=True)
     if P is None:
-        checks.check_group(tp_group, checked.sequence_parallel)
+        check_group(tp_group, checked.sequence_parallel)
         P = collectives.group_size(tp_group)
     elif tp_group is not None:
         raise ValueError(f"tp_size must be None with a tp_group, got {tp_size}")
@@ -102,12 +106,12 @@ def plan(
         "labels": _sizes_of("labels", labels, torch.int64),
         "bias": None if bias is None else _sizes_of("bias", bias, dtype),
     }
-    checks.check_tensors(**tensors)
-    checks.check_tokens(tensors["hidden"], tensors["labels"], checked, P)
+    check_tensors(**tensors)
+    check_tokens(tensors["hidden"], tensors["labels"], checked, P)
     if tp_size is None or checked.vocab_range is None:  # else no rank is known
         V = len(tensors["weight"])
         rank = collectives.group_rank(tp_group)
-        checks.check_rows(V, checked, P=P, rank=rank)
+        check_rows(V, checked, P=P, rank=rank)
 
     T = tensors["labels"].numel()
     if checked.max_counted is not None:

@@ -116,9 +116,9 @@ def ranks(pools: dict[int, RankPool]) -> RankPool:
 @pytest.fixture(autouse=True)
 def decided_anew() -> None:
     """No test uses what another decided after it had patched something."""
-    from flce_dist.arguments import prepare  # imports triton
+    from flce_dist.arguments import decided_once  # imports triton
 
-    prepare.calls.clear()
+    decided_once.calls.clear()
 
 
 @pytest.fixture(autouse=True)

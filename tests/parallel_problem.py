@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import api
-from flce_dist.arguments import prepare
+from flce_dist.arguments.decided_once import calls
 from flce_dist.core.call import Call
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.schedules import choose as plan
@@ -188,9 +188,9 @@ def plan_sizes(**sizes: float) -> Iterator[dict[Any, Call]]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sizes.items():
             patch.setattr(plan, f"_{name.upper()}", value)
-        prepare.calls.clear()
-        yield prepare.calls
-    prepare.calls.clear()
+        calls.clear()
+        yield calls
+    calls.clear()
 
 
 def chunks_of(chosen: plan.Plan) -> list[tuple[int, int]]:

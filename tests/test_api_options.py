@@ -73,7 +73,7 @@ def small_windows_and_chunks() -> Iterator[None]:
 
 
 def refused(options: str, schedule: str, reduction: str, upstream: str) -> bool:
-    """Combinations that checks.py refuses, as test_checks.py holds."""
+    """Combinations that are refused, as test_checks.py holds."""
     name = SCHEDULES[schedule][0]
     capped_smoothing = {"softcap", "label_smoothing"} <= OPTIONS[options].keys()
     not_scalar = reduction == "none" or UPSTREAM[upstream] != ("loss",)

@@ -1,4 +1,4 @@
-"""Values of options that checks.py refuses, or takes; devices for Triton, and labels on a GPU."""
+"""Values of options that are refused, or taken; devices for Triton, and labels on a GPU."""
 
 import re
 import subprocess
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from flce_dist import filtered, linear_cross_entropy
-from flce_dist.arguments import checks, values
+from flce_dist.arguments import values
+from flce_dist.arguments.check_options import check_impl, check_options
 from flce_dist.arguments.options import KEYWORDS, LossOptions
 from tests.parallel_problem import complaint
 from tests.test_checks import arguments
@@ -89,7 +90,7 @@ def test_numbers_of_numpy_are_as_good() -> None:
     kinds: dict[type, Any] = {int: np.int32, float: np.float32}
     numpy = {name: kinds[type(x)](x) for name, x in numbers.items()}
     numpy["vocab_range"] = [np.int64(0), np.uint8(11)]
-    options = checks.check_options(LossOptions(**numpy))
+    options = check_options(LossOptions(**numpy))
     assert options == LossOptions(**plain)
     assert repr(options) == repr(LossOptions(**plain))
 
@@ -126,12 +127,12 @@ def test_triton_on_other_gpus(capability: Any, hip: Any, message: str, monkeypat
     monkeypatch.setattr(torch.version, "hip", hip)
     device = torch.device("cuda", 1)
     hidden: Any = SimpleNamespace(dtype=torch.bfloat16, is_cuda=True, device=device)
-    checks.check_impl("eager", hidden)
+    check_impl("eager", hidden)
     if message:
         with pytest.raises(NotImplementedError, match=f"{re.escape(message)}$"):
-            checks.check_impl("triton", hidden)
+            check_impl("triton", hidden)
     else:
-        checks.check_impl("triton", hidden)
+        check_impl("triton", hidden)
 
 
 WRONG_ON_A_GPU = """

@@ -1,4 +1,4 @@
-"""Each error of checks.py, word by word; test_check_options.py has the values of options."""
+"""Each error about tensors and options, word by word; test_check_options.py has single values."""
 
 import re
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.arguments.prepare import Arguments
+from flce_dist.arguments.passed import Arguments
 from flce_dist.testing import run_ranks
 from tests.parallel_problem import complaint
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from flce_dist import linear_cross_entropy
-from flce_dist.arguments import checks, prepare
+from flce_dist.arguments import decided_once, prepare
+from flce_dist.arguments.decided_once import calls
 from flce_dist.testing import RankPool
 
 T, H, V = 12, 16, 70
@@ -55,17 +56,17 @@ def same(a: Any, b: Any) -> bool:
 
 
 def check_decides_anew(changed: dict[str, Any], context: Any = contextlib.nullcontext) -> None:
-    prepare.calls.clear()
-    checks._checked_once.cache_clear()
+    calls.clear()
+    decided_once._checked_once.cache_clear()
     impl = {"impl": changed["impl"]} if changed["impl"] in IMPLS else {}
     usual, *_ = (outcome(arguments(**impl)) for _ in range(3))
     after = outcome(changed, context)
-    decided = list(prepare.calls.values())
+    decided = list(calls.values())
     again = outcome(arguments(**impl))
-    prepare.calls.clear()
-    checks._checked_once.cache_clear()
+    calls.clear()
+    decided_once._checked_once.cache_clear()
     alone = outcome(changed, context)
-    assert not prepare.calls or decided[-1] == list(prepare.calls.values())[-1]
+    assert not calls or decided[-1] == list(calls.values())[-1]
     assert len(after) == len(alone) and all(map(same, after, alone))
     assert all(map(same, usual, again))
     assert isinstance(after[0], str) or len(after) != len(usual) or not all(map(same, after, usual))
@@ -134,24 +135,24 @@ def call_with(T: int, **options: Any) -> None:
 
 
 def test_a_call_in_use_stays_known_among_many_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare.calls, "most", 8)
+    monkeypatch.setattr(calls, "most", 8)
     made: list[Any] = []
-    decide = prepare._checked_call
+    decide = prepare.new_call
 
     def noting(arguments: Any, *args: Any) -> Any:
         made.append(arguments.labels.numel())
         return decide(arguments, *args)
 
-    monkeypatch.setattr(prepare, "_checked_call", noting)
+    monkeypatch.setattr(prepare, "new_call", noting)
     for n in range(1, 40):
         call_with(100)
         call_with(n)
     assert made.count(100) == 1 and len(made) == 40
-    assert len(prepare.calls) == 8
+    assert len(calls) == 8
 
 
 def test_threads_do_not_pass_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare.calls, "most", 8)
+    monkeypatch.setattr(calls, "most", 8)
     start = threading.Barrier(4)
 
     def many(first: int) -> None:
@@ -161,7 +162,7 @@ def test_threads_do_not_pass_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(many, (1, 101, 201, 301)))
-    assert len(prepare.calls) == 8
+    assert len(calls) == 8
 
 
 def made_and_destroyed(group: dist.ProcessGroup) -> tuple[int, int]:

@@ -50,7 +50,7 @@ LAZILY = {  # inside functions and for type checkers
     "flce_dist/compat/verl.py": {"verl"},
     "flce_dist/hf/plug_in.py": {"transformers"},
     "flce_dist/megatron/plug_in.py": {"megatron"},
-    "flce_dist/arguments/checks.py": {"triton"},
+    "flce_dist/arguments/check_options.py": {"triton"},
     "launch": {  # peers that a benchmark may find
         "cut_cross_entropy",
         "liger_kernel",

@@ -15,13 +15,13 @@ from torch import nn
 import flce_dist
 from flce_dist import (
     LinearCrossEntropy,
+    data_parallel,
     data_parallel_linear_cross_entropy,
     divergence,
     linear_divergence,
     linear_logprob,
     scores,
 )
-from flce_dist.arguments import checks
 from flce_dist.arguments.options import LossOptions
 from flce_dist.megatron import plug_in, use_linear_cross_entropy
 
@@ -42,7 +42,7 @@ def options_of_module(**options: Any) -> LossOptions:
 
 
 def options_of_data_parallel(**options: Any) -> LossOptions:
-    with mock.patch.object(checks, "checked_options", side_effect=StopIteration) as checked:
+    with mock.patch.object(data_parallel, "checked_options", side_effect=StopIteration) as checked:
         with contextlib.suppress(StopIteration):
             data_parallel_linear_cross_entropy(*[torch.zeros(1)] * 3, data_group=None, **options)
     return LossOptions(**checked.call_args.kwargs)

@@ -14,7 +14,7 @@ from flce_dist import (
     linear_cross_entropy_with_metrics,
     plan,
 )
-from flce_dist.arguments import prepare
+from flce_dist.arguments.decided_once import calls
 from flce_dist.schedules.in_forward import InForward
 from flce_dist.testing import run_ranks
 from tests.parallel_problem import complaint, plan_sizes
@@ -67,7 +67,7 @@ def tensors(
 
 
 def schedule_of_latest_call() -> Any:
-    return list(prepare.calls.values())[-1].schedule
+    return list(calls.values())[-1].schedule
 
 
 def assert_tells(told: CallPlan, schedule: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import LinearCrossEntropy, linear_cross_entropy, linear_logprob
-from flce_dist.arguments import prepare
+from flce_dist.arguments.passed import tempered
 from tests.filtered_formula import check_filtered, zipf_inputs
 from tests.invariant_problem import differing, problem, statistics
 from tests.parallel_problem import complaint
@@ -81,7 +81,7 @@ def test_far_logits(impl, schedule):
 
 
 def test_the_number_one_needs_no_kernel_of_its_own():
-    assert all(prepare.tempered(one, torch.arange(4)) is None for one in (1, 1.0))
+    assert all(tempered(one, torch.arange(4)) is None for one in (1, 1.0))
 
 
 @both

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from flce_dist import torch_private
-from flce_dist.arguments import checks
+from flce_dist.arguments.check_tensors import check_group
 from flce_dist.arguments.options import LossOptions
-from flce_dist.arguments.prepare import Arguments
+from flce_dist.arguments.passed import Arguments
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 
@@ -50,7 +50,7 @@ def localized(arguments: Arguments) -> Arguments:
     does. Options have been checked before.
     """
     hidden, weight, labels, bias, token_weight, temperature, options, tp_group = arguments
-    checks.check_group(tp_group, options.sequence_parallel)
+    check_group(tp_group, options.sequence_parallel)
     if options.sequence_parallel and isinstance(hidden, DTensor):
         dim = _dimension(hidden.device_mesh, tp_group)
         if dim is not None and hidden.dim() > 2 and hidden.placements[dim] == Shard(1):

@@ -7,30 +7,29 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flce_dist.arguments import checks, values
+from flce_dist.arguments import values
+from flce_dist.arguments.check_tensors import FLOATS, check_one_dtype, check_shapes, check_tensor
 from flce_dist.arguments.options import LossOptions
-from flce_dist.arguments.prepare import Arguments, dtype_in_autocast
+from flce_dist.arguments.passed import Arguments, dtype_in_autocast
 
 
 def with_low_rank(
-    arguments: Arguments, low_rank: tuple[Tensor, Tensor] | None
+    arguments: Arguments, low_rank: tuple[Tensor, Tensor]
 ) -> tuple[Arguments, Tensor | None]:
     """Return arguments whose hidden and weight have the low rank's columns behind their own.
 
     And these columns of the weight, if they are trained and the others are not.
     """
-    if low_rank is None:
-        return arguments, None
     hidden = arguments.hidden
     weight = arguments.weight
-    checks.check_tensor("hidden", hidden, checks.FLOATS)
-    checks.check_tensor("weight", weight, checks.FLOATS, hidden)
+    check_tensor("hidden", hidden, FLOATS)
+    check_tensor("weight", weight, FLOATS, hidden)
     _check(low_rank, arguments.options)
     hidden, weight, x, b = (
         y.to(dtype_in_autocast(y, hidden.device.type)) for y in (hidden, weight, *low_rank)
     )
-    checks.check_shapes(hidden, weight)  # before columns are added to both
-    checks.check_one_dtype(hidden, weight=weight)
+    check_shapes(hidden, weight)  # before columns are added to both
+    check_one_dtype(hidden, weight=weight)
     _check_shapes(x, b, hidden, weight)
     is_trained = torch.is_grad_enabled() and b.requires_grad and not weight.requires_grad
     columns = b.detach() if is_trained else b
@@ -46,7 +45,7 @@ def _check(low_rank: object, options: LossOptions) -> None:
         got = values.shown(low_rank)
         raise ValueError(f"low_rank must be None or a pair of tensors (x, b), got {got}")
     for i, x in enumerate(low_rank):
-        checks.check_tensor(f"low_rank[{i}]", x, checks.FLOATS)
+        check_tensor(f"low_rank[{i}]", x, FLOATS)
         if isinstance(x, DTensor):
             raise NotImplementedError(
                 f"low_rank[{i}] must be a plain tensor, got a DTensor: pass this rank's part, "
@@ -61,7 +60,7 @@ def _check(low_rank: object, options: LossOptions) -> None:
 
 def _check_shapes(x: Tensor, b: Tensor, hidden: Tensor, weight: Tensor) -> None:
     for i, factor in enumerate((x, b)):
-        checks.check_tensor(f"low_rank[{i}]", factor, (hidden.dtype,), hidden)
+        check_tensor(f"low_rank[{i}]", factor, (hidden.dtype,), hidden)
     if x.shape[:-1] != hidden.shape[:-1] or x.dim() < 1:
         raise ValueError(
             f"low_rank[0] must be {(*hidden.shape[:-1], 'r')} from hidden {tuple(hidden.shape)}, "

@@ -10,17 +10,19 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from flce_dist import torch_private
-from flce_dist.arguments import checks, values
+from flce_dist.arguments import values
+from flce_dist.arguments.check_tensors import FLOATS, LABELS, check_tensor
+from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.dtensor import localized
 from flce_dist.arguments.options import LossOptions, SampleOptions, TopKOptions, keywords_of
-from flce_dist.arguments.prepare import (
+from flce_dist.arguments.passed import (
     Arguments,
     in_callers_order,
-    prepare,
     settled,
     shape_of_tokens,
     tempered,
 )
+from flce_dist.arguments.prepare import prepare
 from flce_dist.arguments.rank_check import check_alike, refusals_told
 from flce_dist.best.schedule import Sample, TopK
 from flce_dist.core.autograd import refuse_transforms, run_forward
@@ -120,7 +122,7 @@ def linear_top_k(
             raise ValueError("k or labels must be given, got None for both: nothing is asked for")
         if top_p is not None and k is None:
             raise ValueError("k must be given with top_p, as the most ids of a token, got None")
-        checked = checks.checked_options(**keywords_of(linear_top_k, options, **_FIXED))
+        checked = checked_options(**keywords_of(linear_top_k, options, **_FIXED))
         if labels is None and checked.max_counted is not None:
             raise ValueError(
                 "labels must be given with max_counted, since they say which tokens count, got None"
@@ -171,7 +173,7 @@ def linear_sample(
     with refusals_told("linear_sample", tp_group, hidden):
         seed = values.integer("seed", seed, "within [0, 2**63)", least=0)
         keywords = keywords_of(linear_sample, options, ignore_index=-1, max_counted=None, **_FIXED)
-        checked = checks.checked_options(**keywords)
+        checked = checked_options(**keywords)
     arguments = _arguments(hidden, weight, counters, bias, temperature, checked, tp_group)
     logprob, ids = _results("linear_sample", arguments, Sample(seed))
     return SampledIds(ids, logprob)
@@ -194,7 +196,7 @@ def _results(name: str, arguments: Arguments, schedule: TopK | Sample) -> tuple[
     """Return what the function of this name does, in the shape of the caller's tokens."""
     with refusals_told(name, arguments.tp_group, arguments.hidden):
         refuse_transforms(name)
-        checks.check_tensor("hidden", arguments.hidden, checks.FLOATS)
+        check_tensor("hidden", arguments.hidden, FLOATS)
         operands = {"hidden": arguments.hidden, "weight": arguments.weight, "bias": arguments.bias}
         for operand, x in operands.items():
             if torch.is_grad_enabled() and getattr(x, "requires_grad", False):
@@ -218,7 +220,7 @@ def _run(name: str, arguments: Arguments, schedule: TopK | Sample) -> tuple[Any,
         if labels is None:
             labels = numbers
         elif isinstance(schedule, Sample):
-            checks.check_tensor("counters", labels, checks.LABELS, hidden)
+            check_tensor("counters", labels, LABELS, hidden)
             if labels.shape != numbers.shape:
                 raise ValueError(
                     f"counters must be {tuple(numbers.shape)}, as tokens, got {tuple(labels.shape)}"

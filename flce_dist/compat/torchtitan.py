@@ -12,7 +12,8 @@ from torchtitan.distributed.spmd_types import current_spmd_mesh
 from typing_extensions import Unpack
 
 from flce_dist.api import linear_cross_entropy
-from flce_dist.arguments import checks, values
+from flce_dist.arguments import values
+from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.options import TorchtitanOptions, keywords_of
 from flce_dist.parallel.collectives import group_rank, group_size
 from flce_dist.parallel.vocab import vocab_range
@@ -99,7 +100,7 @@ def _check_options(options: dict[str, Any]) -> None:
     if not isinstance(options, dict):
         raise ValueError(f"options must be a dict, got {values.shown(options)}")
     keywords = keywords_of(LinearCrossEntropyLoss.Config, options, **_FIXED)
-    checks.checked_options(**keywords)
+    checked_options(**keywords)
 
 
 def _local(x: Any) -> Any:

@@ -65,8 +65,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         if call.needs.weight:
             check_not_resharded(ctx.weight_ref())
         # What was needed in forward does not know of torch.autograd.grad(loss, hidden).
-        accumulates = call.needs.weight and call.options.accumulate_dweight
-        if accumulates and not torch_private.is_wanted(ctx.next_functions[1][0]):
+        if call.accumulates_dweight and not torch_private.is_wanted(ctx.next_functions[1][0]):
             call = replace(call, needs=call.needs._replace(weight=False))
         gradients: Results = (None, None, None)
         of_outputs = Upstream(*upstream[:4])
@@ -104,9 +103,9 @@ def keep(
 
 def differentiable(call: Call, operands: Operands, weight: Tensor) -> tuple[Tensor, ...]:
     """Return what a call's schedule does, on the graph; ``weight`` is what the caller passed."""
-    others = call, operands, captured(weight, call), weakref.ref(weight)
+    main_grad = captured(weight, call) if call.accumulates_dweight else None
     graph = operands.hidden, operands.trained, operands.bias
-    return LinearCrossEntropyFunction.apply(*graph, *others)
+    return LinearCrossEntropyFunction.apply(*graph, call, operands, main_grad, weakref.ref(weight))
 
 
 def refuse_transforms(name: str) -> None:

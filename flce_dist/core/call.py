@@ -212,6 +212,11 @@ class Call:
         return self.options.partitions
 
     @cached_property
+    def accumulates_dweight(self) -> bool:
+        """Whether backward adds dweight to the trainer's accumulator."""
+        return self.needs.weight and self.options.accumulate_dweight
+
+    @cached_property
     def smoothing_needs_logits(self) -> bool:
         return self.options.smoothing_needs_logits
 

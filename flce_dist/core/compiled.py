@@ -13,7 +13,8 @@ from torch import Tensor
 
 from flce_dist import torch_private
 from flce_dist.arguments.options import Impl, LossOptions, Reduction, ScheduleOption
-from flce_dist.arguments.prepare import Arguments, counted_operands, prepare
+from flce_dist.arguments.passed import Arguments
+from flce_dist.arguments.prepare import counted_operands, prepare
 from flce_dist.arguments.rank_check import check_alike
 from flce_dist.core.autograd import check_not_resharded, run_backward, run_forward
 from flce_dist.core.call import (

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flce_dist import torch_private
-from flce_dist.arguments import checks
+from flce_dist.arguments.check_tensors import check_tensor
 from flce_dist.core.call import Accumulator, Call
 
 
@@ -62,10 +62,8 @@ class MainGrad:
         return self.closed()
 
 
-def captured(weight: Tensor, call: Call) -> MainGrad | None:
-    """Return the accumulator of what the caller passed; None if backward returns dweight."""
-    if not (call.needs.weight and call.options.accumulate_dweight):
-        return None
+def captured(weight: Tensor, call: Call) -> MainGrad:
+    """Return the accumulator of the weight that the caller passed."""
     if isinstance(weight, DTensor):
         raise NotImplementedError(
             "accumulate_dweight=True needs a plain weight, got a DTensor: pass weight.to_local() "
@@ -86,7 +84,7 @@ def _check(main_grad: Any, weight: Tensor, dtype: torch.dtype) -> None:
             "got neither"
         )
     wide = torch.promote_types(dtype, torch.float32)
-    checks.check_tensor("weight.main_grad", main_grad, (wide, dtype), weight, "weight")
+    check_tensor("weight.main_grad", main_grad, (wide, dtype), weight, "weight")
     if main_grad.shape != weight.shape:
         raise ValueError(
             f"weight.main_grad must have weight's shape {tuple(weight.shape)}, "

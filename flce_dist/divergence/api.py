@@ -9,9 +9,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from flce_dist import torch_private
-from flce_dist.arguments import checks, values
+from flce_dist.arguments import values
+from flce_dist.arguments.check_tensors import FLOATS, check_tensor
+from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.options import DivergenceOptions, Kind, keywords_of, signed_like
-from flce_dist.arguments.prepare import Arguments
+from flce_dist.arguments.passed import Arguments
 from flce_dist.arguments.rank_check import refusals_told
 from flce_dist.core.autograd import refuse_transforms
 from flce_dist.divergence.prepare import TeacherArguments, checked_teacher, diverged
@@ -191,7 +193,7 @@ def _diverged(
             z_loss_weight=0.0,
             with_metrics=function is linear_divergence_with_metrics,
         )
-        asked = checks.checked_options(**keywords)
+        asked = checked_options(**keywords)
         if not isinstance(asked.schedule, str):
             raise NotImplementedError(
                 "a divergence needs schedule='auto', 'recompute', 'cached' or 'in_forward', got "
@@ -203,7 +205,7 @@ def _diverged(
                 "reduction='none': use schedule='recompute' or 'cached'"
             )
         refuse_transforms(function.__name__)
-        checks.check_tensor("hidden", hidden, checks.FLOATS)
+        check_tensor("hidden", hidden, FLOATS)
     or_none: Any = labels  # or None, until the number of tokens is known
     student = Arguments(hidden, weight, or_none, bias, token_weight, temperature, asked, tp_group)
     if teacher_temperature is None:

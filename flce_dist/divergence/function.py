@@ -30,5 +30,6 @@ def differentiable(
     call: Call, operands: Operands, teacher: TeacherOperands, weight: Tensor
 ) -> tuple[Tensor, ...]:
     """Return what a call's schedule does, on the graph; ``weight`` is what the caller passed."""
-    others = call, (operands, teacher), captured(weight, call), weakref.ref(weight)
-    return DivergenceFunction.apply(*operands[:3], *others)
+    main_grad = captured(weight, call) if call.accumulates_dweight else None
+    both = (operands, teacher)
+    return DivergenceFunction.apply(*operands[:3], call, both, main_grad, weakref.ref(weight))

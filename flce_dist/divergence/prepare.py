@@ -10,18 +10,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flce_dist import torch_private
-from flce_dist.arguments import checks, values
+from flce_dist.arguments import values
+from flce_dist.arguments.check_tensors import FLOATS, LABELS, check_tensor
 from flce_dist.arguments.dtensor import localized
 from flce_dist.arguments.options import LossOptions
-from flce_dist.arguments.prepare import (
+from flce_dist.arguments.passed import (
     Arguments,
-    counted_operands,
     in_callers_order,
-    prepare,
     settled,
     shape_of_tokens,
     tempered,
 )
+from flce_dist.arguments.prepare import check_temperatures, counted_operands, prepare
 from flce_dist.arguments.rank_check import check_alike, refusals_told
 from flce_dist.core.call import Call, Operands
 from flce_dist.divergence.choose import chosen_schedule
@@ -117,7 +117,7 @@ def _counted(teachers: TeacherOperands, student: Operands) -> TeacherOperands:
             torch_private.assert_soon((~x.isnan() | ~counted).all(), words)
     if inverse is not None and not inverse.is_cuda:
         with _named_as_the_teachers():
-            checks.check_temperatures(inverse, counted)
+            check_temperatures(inverse, counted)
     return teachers._replace(inverse_temperature=inverse)
 
 
@@ -130,7 +130,7 @@ def _labelled(student: Arguments) -> Arguments:
         tokens = shape_of_tokens(hidden, options, student.tp_group)
         labels = torch.zeros(tokens, dtype=torch.int64, device=hidden.device)
     else:
-        checks.check_tensor("labels", labels, checks.LABELS, hidden)
+        check_tensor("labels", labels, LABELS, hidden)
         labels = torch.where(labels == options.ignore_index, _IGNORED, 0)
     return student._replace(labels=labels, options=replace(options, ignore_index=_IGNORED))
 
@@ -158,9 +158,9 @@ def _prepared(
     hidden, weight, bias, temperature, rows, _ = teacher
     arguments = Arguments(hidden, weight, student.labels, bias, None, temperature, own, tp_group)
     with _named_as_the_teachers():
-        checks.check_tensor("hidden", hidden, checks.FLOATS, student.hidden)
+        check_tensor("hidden", hidden, FLOATS, student.hidden)
         arguments = localized(arguments)
-        checks.check_tensor("weight", arguments.weight, checks.FLOATS, student.hidden)
+        check_tensor("weight", arguments.weight, FLOATS, student.hidden)
         _check_shapes(arguments, student, call, rows)
         if rows is not None:
             arguments = _with_rows(arguments, rows, student)
@@ -212,7 +212,7 @@ def _with_rows(arguments: Arguments, rows: Tensor, student: Arguments) -> Argume
     weight = arguments.weight
     bias = arguments.bias
     V = len(student.weight)
-    if not isinstance(rows, Tensor) or rows.dtype not in checks.LABELS or rows.shape != (V,):
+    if not isinstance(rows, Tensor) or rows.dtype not in LABELS or rows.shape != (V,):
         got = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows)
         raise ValueError(f"teacher_rows must be int64 [V] with V = {V} from weight, got {got}")
     start = collectives.group_rank(student.tp_group) * len(weight)

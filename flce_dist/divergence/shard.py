@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.arguments import checks
+from flce_dist.arguments.check_tensors import FLOATS, LABELS, check_group, check_tensor
 from flce_dist.parallel import collectives
 
 
@@ -34,12 +34,12 @@ def teacher_shard(
     Raises:
         ValueError: a row that no rank has, on the rank that asks for it.
     """
-    checks.check_tensor("teacher_weight", teacher_weight, checks.FLOATS)
-    checks.check_group(tp_group, False)
+    check_tensor("teacher_weight", teacher_weight, FLOATS)
+    check_group(tp_group, False)
     source = teacher_weight.detach().contiguous()
     if not isinstance(rows, Tensor):
         rows = torch.arange(*rows, device=source.device)
-    checks.check_tensor("rows", rows, checks.LABELS, source, "teacher_weight")
+    check_tensor("rows", rows, LABELS, source, "teacher_weight")
     rows = rows.long()
     P = collectives.group_size(tp_group)
     rank = collectives.group_rank(tp_group)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from flce_dist.arguments import checks
+from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.options import TransformersOptions, keywords_of
 from flce_dist.hf.layers import FusedLayer, is_known, layers_of, why_real
 from flce_dist.hf.symbolic import Recording
@@ -99,7 +99,7 @@ def use_linear_cross_entropy(
     Raises ValueError if an option is wrong, NotImplementedError if the model is wrapped, its output
     layer none of those that ``flce_dist.hf.layers`` knows, or its loss or forward of its own.
     """
-    checks.checked_options(**keywords_of(use_linear_cross_entropy, options, **_FIXED))
+    checked_options(**keywords_of(use_linear_cross_entropy, options, **_FIXED))
     if logits not in (None, True, False):
         raise ValueError(f"logits must be None, True or False, got {logits!r}")
     base = _base_of(restore(model))

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from flce_dist.arguments import checks
+from flce_dist.arguments.check_options import check_options
 from flce_dist.arguments.options import LossOptions
 from flce_dist.megatron import watchers
 from flce_dist.megatron.fused_layer import FusedLayer
@@ -64,14 +64,14 @@ def unknown_class(layer: nn.Module) -> NotImplementedError:
     )
 
 
-def check_options(options: LossOptions, layer: Any) -> LossOptions:
-    """Return the options, checked as far as they do not depend on tensors."""
+def checked_for_layer(options: LossOptions, layer: Any) -> LossOptions:
+    """Return the options, checked as far as the layer alone decides."""
     if options.schedule == "in_forward" and options.reduction == "none":
         raise NotImplementedError(
             'schedule="in_forward" needs a summed loss, but Megatron asks for one per token; '
             'use "auto", "cached" or "recompute", or reduction="sum" in a loop of your own'
         )
-    options = checks.check_options(options)
+    options = check_options(options)
     if options.reduction == "mean":
         raise ValueError('reduction must be "none" or "sum" in a model of Megatron, got "mean"')
     if options.reduction == "sum" and getattr(layer.config, "mtp_num_layers", None):

@@ -84,7 +84,7 @@ def use_linear_cross_entropy(
 def _replace(model: Any, options: LossOptions, metrics: bool) -> None:
     layer: Any = getattr(model, "output_layer", None)
     layer_class = replacement_of(model, layer)
-    options = checks.check_options(options, layer)
+    options = checks.checked_for_layer(options, layer)
     layer.loss_keywords = {name: getattr(options, name) for name in KEYWORDS if name not in _FIXED}
     layer.keeps_metrics = metrics
     layer.__class__ = layer_class

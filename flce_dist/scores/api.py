@@ -9,17 +9,19 @@ from torch.distributed.tensor import Replicate
 from typing_extensions import Unpack
 
 from flce_dist import torch_private
-from flce_dist.arguments import checks, values
+from flce_dist.arguments import values
+from flce_dist.arguments.check_tensors import FLOATS, check_tensor
+from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.dtensor import local_of, localized
 from flce_dist.arguments.options import LossOptions, Over, ScoreOptions, keywords_of
-from flce_dist.arguments.prepare import (
+from flce_dist.arguments.passed import (
     Arguments,
     in_callers_order,
-    prepare,
     settled,
     shape_of_tokens,
     tempered,
 )
+from flce_dist.arguments.prepare import prepare
 from flce_dist.arguments.rank_check import check_alike, refusals_told
 from flce_dist.core.autograd import differentiable, refuse_transforms
 from flce_dist.core.call import Schedule
@@ -106,10 +108,10 @@ def linear_logprob(
             skip_ignored=False,
             with_metrics=entropy,
         )
-        checked = checks.checked_options(**keywords)
+        checked = checked_options(**keywords)
         _check_schedule(over, checked)
         refuse_transforms("linear_logprob")
-        checks.check_tensor("hidden", hidden, checks.FLOATS)
+        check_tensor("hidden", hidden, FLOATS)
     stand_in = torch.empty((), dtype=torch.int64, device=hidden.device)
     arguments = Arguments(hidden, weight, stand_in, bias, None, temperature, checked, tp_group)
     scored = torch_private.outside_graphs(_scored, "linear_logprob")

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from flce_dist import torch_private
-from flce_dist.arguments import checks
+from flce_dist.arguments.check_tensors import check_tensor
+from flce_dist.arguments.prepare import check_temperatures
 from flce_dist.kernels.ids.token_ids import are_cut
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -21,7 +22,7 @@ def ids_in_order(
     ``tokens`` is the shape of a tensor of all tokens. With ``transposed`` their order is that of
     the second dimension, then the first. Shapes and dtypes are checked, not values.
     """
-    checks.check_tensor("ids", ids, _INTEGERS, hidden)
+    check_tensor("ids", ids, _INTEGERS, hidden)
     T = tokens.numel()
     if offsets is None:
         if ids.dim() < 1 or ids.shape[:-1] != tokens:
@@ -35,7 +36,7 @@ def ids_in_order(
         ids = (ids.transpose(0, 1) if transposed else ids).reshape(T, K)
         offsets = torch.arange(0, (T + 1) * K, K, device=device) if K else ids.new_zeros(T + 1)
     else:
-        checks.check_tensor("offsets", offsets, _INTEGERS, hidden)
+        check_tensor("offsets", offsets, _INTEGERS, hidden)
         if ids.dim() != 1 or offsets.shape != (T + 1,):
             raise ValueError(
                 f"ids must be [N] and offsets [T + 1] with T = {T} tokens from hidden "
@@ -74,4 +75,4 @@ def check_ids(ids: Tensor, offsets: Tensor, inverse: Tensor | None, vocab_size: 
     if inverse is not None:
         named = (ids.view(-1) >= 0).cumsum(0)
         upto = torch.cat((named.new_zeros(1), named))[offsets]
-        checks.check_temperatures(inverse, upto.diff() > 0)
+        check_temperatures(inverse, upto.diff() > 0)

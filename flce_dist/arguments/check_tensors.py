@@ -1,0 +1,134 @@
+"""Checks of tensors by their metadata; errors name the argument, what is expected and given."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist.arguments import values, ways_out
+from flce_dist.arguments.options import LossOptions
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LABELS = (torch.int64, torch.int32)
+
+
+def check_tensors(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, **of_tokens: Tensor | None
+) -> None:
+    """Check types, devices and the shapes that do not depend on the group."""
+    check_tensor("hidden", hidden, FLOATS)
+    check_tensor("weight", weight, FLOATS, hidden)
+    check_tensor("labels", labels, LABELS, hidden)
+    check_shapes(hidden, weight)
+    if bias is not None:
+        check_tensor("bias", bias, FLOATS, hidden)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(
+                f"bias must be [V] with V = {weight.shape[0]} from weight, got {tuple(bias.shape)}"
+                + ways_out.reshaped("bias", bias, weight.shape[:1])
+            )
+    check_one_dtype(hidden, weight=weight, bias=bias)
+    for name, x in of_tokens.items():
+        if x is None:
+            continue
+        check_tensor(name, x, FLOATS, hidden)
+        if x.shape != labels.shape:
+            way_out = ways_out.reshaped(name, x, labels.shape)
+            if name == "temperature" and x.numel() == 1:
+                way_out = ": pass float(temperature)"
+            expected = tuple(labels.shape)
+            got = tuple(x.shape)
+            raise ValueError(f"{name} must be {expected}, as tokens, got {got}{way_out}")
+        if x.requires_grad:
+            raise ValueError(
+                f"{name} must have requires_grad=False, since it gets no gradient, got True: pass "
+                f"{name}.detach()"
+            )
+
+
+def check_shapes(hidden: Tensor, weight: Tensor) -> None:
+    """Check that weight is [V, H] for hidden [..., H]."""
+    if hidden.dim() < 1 or hidden.shape[-1] == 0:
+        raise ValueError(f"hidden must be [..., H] with H >= 1, got {tuple(hidden.shape)}")
+    H = hidden.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != H:
+        way_out = ": pass weight.T" if weight.dim() == 2 and weight.shape[0] == H else ""
+        raise ValueError(
+            f"weight must be [V, H] with H = {H} from hidden, got {tuple(weight.shape)}{way_out}"
+        )
+
+
+def check_one_dtype(hidden: Tensor, **operands: Tensor | None) -> None:
+    """Check that these have hidden's dtype, where they are given."""
+    for name, x in operands.items():
+        if x is not None and x.dtype != hidden.dtype:
+            raise ValueError(
+                f"{name} must have hidden's dtype {hidden.dtype}, got {x.dtype}: pass "
+                f"{name}.to({hidden.dtype}) or hidden.to({x.dtype}), or call under torch.autocast; "
+                "the gradient of each has the dtype that was passed"
+            )
+
+
+def check_tensor(
+    name: str,
+    x: object,
+    dtypes: tuple[torch.dtype, ...],
+    like: Tensor | None = None,
+    name_of_like: str = "hidden",
+) -> None:
+    """Check that x is a dense tensor of one of the dtypes, on the device of ``like`` if given."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.is_nested or x.layout != torch.strided:
+        layout = "a nested tensor" if x.is_nested else x.layout
+        raise ValueError(f"{name} must be a dense tensor (torch.strided), got {layout}")
+    if x.dtype not in dtypes:
+        got = f"{x.dtype}{ways_out.converted(name, x, dtypes)}"
+        raise ValueError(f"{name} must have dtype {values.either(dtypes)}, got {got}")
+    if x.device.type == "meta":  # torch.compile's fakes name the device that they stand for
+        raise ValueError(f"{name} must hold data, got a tensor on device meta")
+    if like is not None and x.device != like.device:
+        raise ValueError(
+            f"{name} must be on {name_of_like}'s {like.device}, got {x.device}: pass "
+            f"{name}.to({name_of_like}.device)"
+        )
+
+
+def check_group(
+    tp_group: dist.ProcessGroup | None, sequence_parallel: bool, name: str = "tp_group"
+) -> None:
+    if tp_group is None and sequence_parallel:
+        raise ValueError("sequence_parallel=True needs a tp_group, got tp_group=None")
+    if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):
+        way_out = f": pass {name}.get_group()" if hasattr(tp_group, "get_group") else ""
+        raise ValueError(
+            f"{name} must be None or a torch.distributed.ProcessGroup that this rank belongs to, "
+            f"got {values.shown(tp_group)}{way_out}"
+        )
+
+
+def check_tokens(hidden: Tensor, labels: Tensor, options: LossOptions, P: int) -> None:
+    """Check labels' shape against hidden's: under sequence_parallel labels are of all tokens."""
+    expected = list(hidden.shape[:-1])
+    dim = options.sequence_dim
+    hint = ""
+    if options.sequence_parallel:
+        if hidden.dim() < 2 + dim:
+            shape = "[B, S / P, ..., H] with sequence_dim=1" if dim else "[T / P, ..., H]"
+            raise ValueError(
+                f"hidden must be {shape} under sequence_parallel=True, got {tuple(hidden.shape)}"
+            )
+        expected[dim] *= P
+        hint = f" for the tokens of all {P} ranks"
+    if list(labels.shape) != expected:
+        hint += f", got {tuple(labels.shape)}"
+        if options.sequence_parallel and dim == 0 and max(hidden.dim() - 1, labels.dim()) > 1:
+            hint += (
+                "; pass hidden [B, S / P, H], split along dimension 1, and labels [B, S] with "
+                "sequence_dim=1, since flattening would give tokens other labels"
+            )
+        if not options.sequence_parallel:
+            split = ways_out.split_tokens(labels, expected, P)
+            hint += split or ways_out.reshaped("labels", labels, expected)
+        raise ValueError(
+            f"labels must be {tuple(expected)} from hidden {tuple(hidden.shape)}{hint}"
+        )

@@ -1,0 +1,116 @@
+"""What the facts of a call decide: its checks, its sizes and its schedule."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flce_dist.arguments.check_options import check_impl, check_invariant, check_rows
+from flce_dist.arguments.passed import Arguments, check_passed
+from flce_dist.core.call import Call, Needs, Schedule
+from flce_dist.kernels.interface import kernels_of
+from flce_dist.parallel import collectives
+from flce_dist.parallel.vocab import largest_shard, real_rows
+from flce_dist.schedules.choose import plan
+
+
+def new_call(
+    arguments: Arguments,
+    needs: list[bool],
+    auto_in_forward: bool,
+    scores: Callable[[Any], Schedule] | None,
+    width: int | None,
+) -> Call:
+    """Check the arguments, and decide everything about the call that their facts decide.
+
+    ``width`` is that of ``last_columns``.
+    """
+    hidden, weight, labels, *_, options, tp_group = arguments
+    P = check_passed(arguments)
+    V = len(weight)
+    rank = collectives.group_rank(tp_group)
+    T_all = labels.numel()
+    T = T_all if options.max_counted is None else torch.sym_min(T_all, options.max_counted)
+    check_rows(V, options, P=P, rank=rank)
+    impl = options.impl or ("triton" if hidden.is_cuda else "eager")
+    check_impl(impl, hidden)
+
+    converts = scores is not None
+    schedule = planned(arguments, T, needs, P, auto_in_forward, converts=converts, width=width)
+    if scores is not None:
+        schedule = scores(schedule)
+    vocab_size = V * P if options.vocab_size is None else options.vocab_size
+    start, end = options.vocab_range or (rank * V, (rank + 1) * V)
+    if options.tp_invariant:
+        alike = [(r * V, (r + 1) * V) for r in range(P)]
+        check_invariant(impl, [(start, end)] if options.vocab_range else alike)
+    return Call(
+        options=options,
+        dtype=hidden.dtype,
+        T=T,
+        T_all=T_all,
+        vocab_start_index=start,
+        V=real_rows((start, end), vocab_size),
+        vocab_size=vocab_size,
+        needs=Needs(*needs),
+        schedule=schedule,
+        impl=impl,
+        kernels=kernels_of(impl),
+        # One rank exchanges nothing.
+        group=None if tp_group is None or P == 1 else weakref.ref(tp_group),
+    )
+
+
+def planned(
+    arguments: Arguments,
+    T: int,
+    needs: list[bool],
+    P: int,
+    auto_in_forward: bool,
+    converts: bool,
+    width: int | None = None,
+) -> Schedule:
+    """Return the schedule; it ``converts`` if backward copies cached columns window by window.
+
+    dweight has ``width`` columns, or those of weight.
+    """
+    hidden = arguments.hidden
+    weight = arguments.weight
+    options = arguments.options
+    V, H = weight.shape
+    itemsize = weight.element_size()
+    width = H if width is None else width
+    is_uneven = options.vocab_range is not None
+    V = largest_shard(V, vocab_size=options.vocab_size, is_uneven=is_uneven, P=P)
+    # A plan of torch.compile's symbolic sizes only gives the fakes their shapes; the operators
+    # plan again with real sizes. So it lends no memory.
+    is_concrete = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
+    name = options.schedule if isinstance(options.schedule, str) else "recompute"
+    frozen = needs[0] and not (needs[1] or needs[2]) and not options.with_metrics
+    if frozen and name in ("auto", "in_forward"):
+        converts = False  # forward's D contains no upstream gradients
+    if name == "in_forward" and options.reduction == "none" and any(needs) and not frozen:
+        raise NotImplementedError(
+            "schedule='in_forward' with an upstream gradient of each token (reduction='none', "
+            "scores) needs a weight and bias that need no gradient, and no metrics or entropy: use "
+            "schedule='recompute' or 'cached'"
+        )
+    dweight_row_bytes = (0, 0)
+    if is_concrete and needs[1]:
+        dweight_row_bytes = (width * itemsize, width * max(4, itemsize))
+    schedule: Schedule = plan(
+        T=T,
+        V=V,
+        itemsize=max(2, hidden.element_size()),
+        schedule=name if any(needs) else "recompute",
+        max_logits_bytes=options.max_logits_bytes,
+        expressible=not options.smoothing_needs_logits,
+        converts=converts or hidden.dtype == torch.float16,
+        dweight_row_bytes=dweight_row_bytes,
+        reduces=auto_in_forward and options.reduction != "none" and not options.with_metrics,
+        frozen=frozen,
+    )
+    if not isinstance(options.schedule, str) and (any(needs) or options.with_metrics):
+        return options.schedule.sized(schedule)
+    return schedule
