@@ -1,0 +1,77 @@
+"""The gather of data-parallel ranks' tokens, which they compare first, also in compiled code."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce_dist import torch_private
+from flce_dist.arguments.rank_check import check_facts, mark_alike
+from flce_dist.parallel import collectives
+
+FUNCTION = "data_parallel_linear_cross_entropy"
+
+
+def gathered_tokens(
+    hidden: Tensor, of_tokens: dict[str, Any], reduction: str, data_group: dist.ProcessGroup | None
+) -> Sequence[Tensor]:
+    """Return the tensors in ``of_tokens`` of all ranks, [P T] each; ranks compare them first."""
+    temperature = of_tokens["temperature"]
+    number = None if isinstance(temperature, Tensor) else float(temperature)
+    temperature = temperature if number is None else None
+    own = of_tokens["labels"], of_tokens["token_weight"], temperature
+    if data_group is not None and torch.compiler.is_compiling():
+        gather = torch.ops.flce_dist.gather_alike
+        return gather(hidden.detach(), *own, number, reduction, data_group.group_name)
+    return _gather_alike(hidden, *own, number, reduction, data_group)
+
+
+def _gather_alike(
+    hidden: Tensor,
+    labels: Tensor,
+    token_weight: Tensor | None,
+    temperature: Tensor | None,
+    number: float | None,
+    reduction: str,
+    data_group: dist.ProcessGroup | None,
+) -> list[Tensor]:
+    """Compare what decides the gathers, at a group's first call, then gather."""
+    of_tokens = {"labels": labels, "token_weight": token_weight, "temperature": temperature}
+    facts: dict[str, Any] = {
+        "reduction": reduction,
+        "number of labels": labels.numel(),
+        "hidden": str(hidden.dtype),
+        **{name: None if x is None else str(x.dtype) for name, x in of_tokens.items()},
+    }
+    if number is not None:
+        facts["temperature"] = number
+    check_facts(FUNCTION, facts, data_group, hidden)
+    tensors = [x.reshape(-1) for x in of_tokens.values() if x is not None]
+    return [collectives.gather_tokens(x, data_group) for x in tensors]
+
+
+def _operator(*inputs):
+    """``_gather_alike`` in compiled code, which must not gather before it compares."""
+    data_group = torch_private.group_named(inputs[-1])
+    own: Any = (*inputs[:-1], data_group)
+    of_all_ranks = _gather_alike(*own)
+    mark_alike(FUNCTION, data_group)
+    return of_all_ranks
+
+
+def _fake_operator(hidden, labels, token_weight, temperature, *others):
+    P = collectives.group_size(torch_private.group_named(others[-1]))
+    own = [x for x in (labels, token_weight, temperature) if x is not None]
+    return [x.new_empty(P * x.numel()) for x in own]
+
+
+torch.library.custom_op(
+    "flce_dist::gather_alike",
+    _operator,
+    mutates_args=(),
+    schema="(Tensor hidden, Tensor labels, Tensor? token_weight, Tensor? temperature, "
+    "float? number, str reduction, str group_name) -> Tensor[]",
+).register_fake(_fake_operator)
+torch_private.keep_order(torch.ops.flce_dist.gather_alike.default)
