@@ -15,23 +15,31 @@ from flce_dist.arguments.check_options import check_rows
 from flce_dist.arguments.check_tensors import check_group, check_tensors, check_tokens
 from flce_dist.arguments.decide import planned
 from flce_dist.arguments.decided_once import checked_options
-from flce_dist.arguments.options import CallOptions, keywords_of
+from flce_dist.arguments.low_rank import check_factors, check_pair
+from flce_dist.arguments.options import CallOptions, LossOptions, keywords_of
 from flce_dist.arguments.passed import Arguments, dtype_in_autocast
+from flce_dist.core.call import Needs
 from flce_dist.parallel import collectives
+from flce_dist.schedules.choose import Plan
+from flce_dist.schedules.costs import Shapes, gemms, total_bytes
 from flce_dist.schedules.in_forward import InForward
-from flce_dist.schedules.windows import Sizes
+from flce_dist.schedules.windows import Windows
 
 
 @dataclass(frozen=True)
 class CallPlan:
     """How one call is computed on a rank; ``print`` shows it in a few lines.
 
-    Columns are those of the largest even shard, vocabulary rows of the weight.
+    Columns are those of the largest even shard, vocabulary rows of the weight. Of a schedule object
+    GEMMs and bytes are those of recompute.
     """
 
     schedule: str  # "recompute", "cached" or "in_forward", or an object's repr
     tokens: int  # T, with max_counted at most that
     columns: int  # V, without padding
+    forward_gemms: float  # of 2 T H V flop each; with low_rank H is H + r
+    backward_gemms: float  # one more if a gradient of the entropy arrives
+    total_bytes: int  # most that exists beyond operands and gradients; docs/scaling.md has the sum
     logits_bytes: int  # most of the logits that exist at a time, beside dweight's memory
     budget: int | None  # that the caller named, or that in_forward took
     cached_columns: int  # held from the statistics to the gradients; others are computed again
@@ -42,6 +50,8 @@ class CallPlan:
     def __str__(self) -> str:
         lines = [
             f"schedule {self.schedule}: {self.tokens} tokens, {self.columns} columns",
+            f"GEMMs: {self.forward_gemms:.3g} in forward, {self.backward_gemms:.3g} in backward",
+            f"memory beyond gradients: {_size(self.total_bytes)}",
             f"logits: {_size(self.logits_bytes)} at most",
             f"cached: {self.cached_columns} columns"
             + (f", {self.lent_columns} of them in dweight's memory" if self.lent_columns else ""),
@@ -60,6 +70,7 @@ def plan(
     labels: Tensor | Sequence[int],
     *,
     bias: Tensor | Sequence[int] | None = None,
+    low_rank: tuple[Tensor | Sequence[int], Tensor | Sequence[int]] | None = None,
     token_weight: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     tp_group: dist.ProcessGroup | None = None,
@@ -76,13 +87,13 @@ def plan(
         print(plan((8192, 4096), (128256, 4096), (8192,)))
 
     Args:
-        hidden, weight, labels, bias: as for ``linear_cross_entropy``, or their shapes on this rank.
-            A shape stands for a tensor that needs a gradient; a tensor needs one if its
+        hidden, weight, labels, bias, low_rank: as for ``linear_cross_entropy``, or their shapes on
+            this rank. A shape stands for a tensor that needs a gradient; a tensor needs one if its
             ``requires_grad`` says so. Values are not read.
         token_weight, temperature: as there; they change nothing.
         tp_group: as there.
         tp_size: the ranks that share the vocabulary, where no ``tp_group`` exists.
-        dtype: of hidden, weight and bias that are shapes; under autocast its dtype counts.
+        dtype: of operands that are shapes; under autocast its dtype counts.
         with_metrics: plan ``linear_cross_entropy_with_metrics``.
         compiled: plan the call under ``torch.compile``.
         **options: those of ``linear_cross_entropy``.
@@ -99,34 +110,92 @@ def plan(
         P = collectives.group_size(tp_group)
     elif tp_group is not None:
         raise ValueError(f"tp_size must be None with a tp_group, got {tp_size}")
-    needs = [torch.is_grad_enabled() and _needs_gradient(x) for x in (hidden, weight, bias)]
     tensors: dict[str, Any] = {
         "hidden": _sizes_of("hidden", hidden, dtype),
         "weight": _sizes_of("weight", weight, dtype),
         "labels": _sizes_of("labels", labels, torch.int64),
         "bias": None if bias is None else _sizes_of("bias", bias, dtype),
     }
+    needs = _needs(hidden, weight, bias)
+    trained = None
+    copies = 0
+    if low_rank is not None:
+        tensors, rank = _with_low_rank(tensors, low_rank, checked, dtype)
+        x_needs, b_needs, _ = _needs(*low_rank, None)
+        trained = rank if b_needs and not needs.weight else None
+        needs = Needs(needs.hidden or x_needs, needs.weight or b_needs, needs.bias)
+        copies = sum(tensors[name].nbytes for name in ("hidden", "weight"))
     check_tensors(**tensors)
     check_tokens(tensors["hidden"], tensors["labels"], checked, P)
     if tp_size is None or checked.vocab_range is None:  # else no rank is known
         V = len(tensors["weight"])
-        rank = collectives.group_rank(tp_group)
-        check_rows(V, checked, P=P, rank=rank)
+        check_rows(V, checked, P=P, rank=collectives.group_rank(tp_group))
 
-    T = tensors["labels"].numel()
-    if checked.max_counted is not None:
-        T = min(T, checked.max_counted)
+    T_all = tensors["labels"].numel()
+    T = T_all if checked.max_counted is None else min(T_all, checked.max_counted)
     arguments = Arguments(
         **tensors, token_weight=None, temperature=None, options=checked, tp_group=tp_group
     )
-    schedule = planned(arguments, T, needs, P, auto_in_forward=not compiled, converts=False)
-    if isinstance(schedule, InForward):
-        return _described(schedule, "in_forward")
-    if isinstance(schedule, Sizes):
-        return _described(schedule, "cached" if schedule.cached_v else "recompute")
-    plain = arguments._replace(options=replace(checked, schedule="recompute"))
-    sizes: Any = planned(plain, T, needs, P, auto_in_forward=not compiled, converts=False)
-    return _described(sizes, repr(checked.schedule))
+    schedule, sizes = _planned(arguments, T, needs, P, compiled=compiled, trained=trained)
+    H = tensors["weight"].shape[1]
+    shapes = Shapes(
+        H=H,
+        trained=H if trained is None else trained,
+        itemsize=tensors["hidden"].element_size(),
+        T_all=T_all,
+        P=P,
+        sequence_parallel=checked.sequence_parallel,
+        reduces_dhidden=checked.reduce_dhidden,
+        chooses_tokens=checked.partitions,
+        accumulates_dweight=checked.accumulate_dweight,
+    )
+    return _described(schedule, sizes, needs, shapes, copies)
+
+
+def _planned(
+    arguments: Arguments, T: int, needs: Needs, P: int, *, compiled: bool, trained: int | None
+) -> tuple[str, Plan]:
+    """Return the schedule's name and sizes, of an object those that it is made of."""
+
+    def sizes_of(arguments: Arguments) -> Any:
+        return planned(
+            arguments, T, list(needs), P, auto_in_forward=not compiled, converts=False,
+            width=trained,
+        )  # fmt: skip
+
+    sizes = sizes_of(arguments)
+    if isinstance(sizes, InForward):
+        return "in_forward", sizes
+    if isinstance(sizes, Windows):
+        return "cached" if sizes.cached_v else "recompute", sizes
+    options = arguments.options
+    plain = arguments._replace(options=replace(options, schedule="recompute"))
+    return repr(options.schedule), sizes_of(plain)
+
+
+def _with_low_rank(
+    tensors: dict[str, Any], low_rank: Any, options: LossOptions, dtype: torch.dtype
+) -> tuple[dict[str, Any], int]:
+    """Return tensors with the columns of ``low_rank`` behind those of hidden and weight, and r."""
+    if isinstance(low_rank, tuple | list):
+        low_rank = [_sizes_of(f"low_rank[{i}]", x, dtype) for i, x in enumerate(low_rank)]
+    hidden = tensors["hidden"]
+    weight = tensors["weight"]
+    check_pair(low_rank, hidden, weight, options)
+    x, b = low_rank
+    check_factors(x, b, hidden, weight)
+    rank = b.shape[1]
+    return {**tensors, "hidden": _widened(hidden, rank), "weight": _widened(weight, rank)}, rank
+
+
+def _widened(x: Tensor, columns: int) -> Tensor:
+    return x.new_empty(()).expand(*x.shape[:-1], x.shape[-1] + columns)
+
+
+def _needs(*operands: Any) -> Needs:
+    """Return which of three tensors or shapes need a gradient now."""
+    is_on = torch.is_grad_enabled()
+    return Needs(*(is_on and _needs_gradient(x) for x in operands))
 
 
 def _needs_gradient(x: Any) -> bool:
@@ -150,16 +219,21 @@ def _sizes_of(name: str, x: Any, dtype: torch.dtype) -> Tensor:
     return element.to(dtype_in_autocast(element, device.type)).expand(shape)
 
 
-def _described(sizes: Sizes, name: str) -> CallPlan:
+def _described(schedule: str, sizes: Plan, needs: Needs, shapes: Shapes, copies: int) -> CallPlan:
+    """Return the plan; ``copies`` are bytes of operands that the call copies."""
     chunks = [(0, sizes.T)]
     lent = 0
     if isinstance(sizes, InForward):
         chunks = sizes.chunks()
         lent = sum(columns for columns, _ in sizes.lending)
+    forward_gemms, backward_gemms = gemms(sizes, needs, shapes)
     return CallPlan(
-        schedule=name,
+        schedule=schedule,
         tokens=sizes.T,
         columns=sizes.V,
+        forward_gemms=forward_gemms,
+        backward_gemms=backward_gemms,
+        total_bytes=total_bytes(sizes, needs, shapes) + copies,
         logits_bytes=sizes.logits_bytes,
         budget=sizes.limit,
         cached_columns=sizes.cached_v,

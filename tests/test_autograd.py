@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.kernels import eager, gpu
 from flce_dist.parallel import collectives
 from flce_dist.testing import relative_rms
+from tests.flops import gemms_of
 from tests.problems import (
     METRICS,
     SCHEDULES,
@@ -172,18 +172,15 @@ def test_matrix_products_of_a_checkpointed_call(options, alone, not_reentrant, r
     def layer(hidden: Tensor, weight: Tensor) -> Tensor:
         return linear_cross_entropy(hidden, weight, labels, impl="eager", **options)
 
-    def product(acc: Any, a: list[int], b: list[int], **_: Any) -> int:
-        return 2 * a[0] * a[1] * b[1]
+    def step(use_reentrant: bool | None) -> None:
+        if use_reentrant is None:
+            loss = layer(hidden, weight)
+        else:
+            loss = checkpoint(layer, hidden, weight, use_reentrant=use_reentrant)
+        loss.backward()
 
     for use_reentrant, expected in ((None, alone), (False, not_reentrant), (True, reentrant)):
-        counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: product})
-        with counter:
-            if use_reentrant is None:
-                loss = layer(hidden, weight)
-            else:
-                loss = checkpoint(layer, hidden, weight, use_reentrant=use_reentrant)
-            loss.backward()
-        assert counter.get_total_flops() == expected * 2 * T * V * H, use_reentrant
+        assert gemms_of(partial(step, use_reentrant), T, V, H) == expected, use_reentrant
 
 
 @each_schedule

@@ -19,7 +19,7 @@ from flce_dist.schedules.in_forward import InForward
 from flce_dist.testing import run_ranks
 from tests.parallel_problem import complaint, plan_sizes
 
-T, H, V = 48, 16, 96
+T, H, V, R = 48, 16, 96, 4
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GIB = 1 << 30
 
@@ -43,6 +43,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "in chunks": ({}, {"schedule": "in_forward", "max_logits_bytes": 16 * V * 4}),
     "padded": ({}, {"vocab_size": 70, "schedule": "cached"}),
     "smoothing and softcap": ({}, {"label_smoothing": 0.1, "softcap": 5.0}),
+    "a trained head with a low rank": ({"low_rank": True}, {"schedule": "cached"}),
+    "a low rank alone is trained": ({"low_rank": True, "frozen": "weight"}, {}),
+    "a low rank, in chunks": ({"low_rank": True, "frozen": "weight hidden"}, IN_CHUNKS),
     "few that count": ({}, {"max_counted": 20, "schedule": "cached"}),
     "filtered": ({}, {"schedule": filtered.schedule(0.1)}),
     "temperature": ({}, {"temperature": torch.full((T,), 0.5)}),
@@ -87,24 +90,64 @@ def assert_tells(told: CallPlan, schedule: Any) -> None:
     assert told.schedule in str(told)
 
 
+class Case:
+    """The arguments of one case, for a call and for its plan."""
+
+    def __init__(self, name: str):
+        how, options = CASES[name]
+        how = dict(how)
+        self.flags: dict[str, Any] = {
+            "with_metrics": how.pop("metrics", False),
+            "compiled": how.pop("compiled", False),
+        }
+        autocast = how.pop("autocast", None)
+        self.context = torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext()
+        self.is_frozen = bool(how.get("frozen"))
+        self.options = dict(options)
+        of_low_rank = how.pop("low_rank", "")
+        self.operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = tensors(**how)
+        hidden, weight, _ = self.operands
+        if of_low_rank:
+            pair = (hidden.new_zeros(*hidden.shape[:-1], R), weight.new_zeros(len(weight), R))
+            self.options["low_rank"] = tuple(x.requires_grad_() for x in pair)
+
+    def plan(self) -> CallPlan:
+        hidden, weight, labels = self.operands
+        return plan(hidden, weight, labels, **self.flags, **self.options)
+
+    def call(self) -> Any:
+        metrics = self.flags["with_metrics"]
+        function: Any = linear_cross_entropy_with_metrics if metrics else linear_cross_entropy
+        if self.flags["compiled"]:
+            function = torch.compile(function, backend="eager")
+        return function(*self.operands, **self.options)
+
+    def step(self) -> None:
+        result = self.call()
+        loss = result.loss if self.flags["with_metrics"] else result
+        if loss.requires_grad:
+            loss.sum().backward()
+
+    def shapes(self) -> dict[str, Any]:
+        """The arguments with shapes in place of tensors that need a gradient."""
+        shapes = [x.shape for x in self.operands]
+        arguments = dict(zip(("hidden", "weight", "labels"), shapes, strict=True))
+        options = dict(self.options)
+        if "low_rank" in options:
+            options["low_rank"] = tuple(x.shape for x in options["low_rank"])
+        return {**arguments, "dtype": self.operands[0].dtype, **self.flags, **options}
+
+
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("case", CASES)
-def test_a_plan_is_that_of_the_call(case: str) -> None:
-    how, options = CASES[case]
-    how = dict(how)
-    metrics, compiled = how.pop("metrics", False), how.pop("compiled", False)
-    autocast = how.pop("autocast", None)
-    function: Any = linear_cross_entropy_with_metrics if metrics else linear_cross_entropy
-    hidden, weight, labels = operands = tensors(**how)
-    flags: dict[str, Any] = {"with_metrics": metrics, "compiled": compiled}
-    with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
-        told = plan(hidden, weight, labels, **flags, **options)
-        call = torch.compile(function, backend="eager") if compiled else function
-        call(*operands, **options)
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_is_that_of_the_call(name: str) -> None:
+    case = Case(name)
+    with case.context:
+        told = case.plan()
+        case.call()
         assert_tells(told, schedule_of_latest_call())
-        if not how.get("frozen"):
-            sizes = (x.shape for x in operands)
-            assert plan(*sizes, **{"dtype": hidden.dtype, **flags, **options}) == told
+        if not case.is_frozen:
+            assert plan(**case.shapes()) == told
 
 
 @pytest.mark.usefixtures("small")
@@ -160,6 +203,10 @@ def test_arguments_are_checked_as_those_of_a_call() -> None:
         ((hidden, weight, labels), {"softcap": -1.0}),
         ((hidden, weight, labels), {"vocab_size": V + 1}),
         ((hidden, weight, labels), {"tp_group": "tp"}),
+        ((hidden, weight, labels), {"low_rank": hidden}),
+        ((hidden, weight, labels), {"low_rank": (hidden[:, :R], weight[:, :R].bfloat16())}),
+        ((hidden, weight, labels), {"low_rank": (hidden[1:, :R], weight[:, :R])}),
+        ((hidden, weight.T, labels), {"low_rank": (hidden[:, :R], weight[:, :R])}),
         ((hidden, weight, labels), {"schedule": "cached", "softcap": 5.0, "label_smoothing": 0.1}),
         ((hidden, weight, labels), {"reduction": "none", "schedule": "in_forward"}),
     ]
@@ -188,6 +235,8 @@ def test_the_call_of_the_readme() -> None:
     assert (told.schedule, told.logits_bytes) == ("in_forward", GIB)
     assert str(told) == (
         "schedule in_forward: 8192 tokens, 128256 columns\n"
+        "GEMMs: 3 in forward, 0 in backward\n"
+        "memory beyond gradients: 1.13 GiB\n"
         "logits: 1.00 GiB at most\n"
         "cached: 128256 columns, 62720 of them in dweight's memory"
     )

@@ -22,15 +22,11 @@ def with_low_rank(
     """
     hidden = arguments.hidden
     weight = arguments.weight
-    check_tensor("hidden", hidden, FLOATS)
-    check_tensor("weight", weight, FLOATS, hidden)
-    _check(low_rank, arguments.options)
+    check_pair(low_rank, hidden, weight, arguments.options)
     hidden, weight, x, b = (
         y.to(dtype_in_autocast(y, hidden.device.type)) for y in (hidden, weight, *low_rank)
     )
-    check_shapes(hidden, weight)  # before columns are added to both
-    check_one_dtype(hidden, weight=weight)
-    _check_shapes(x, b, hidden, weight)
+    check_factors(x, b, hidden, weight)
     is_trained = torch.is_grad_enabled() and b.requires_grad and not weight.requires_grad
     columns = b.detach() if is_trained else b
     wide = arguments._replace(
@@ -39,8 +35,10 @@ def with_low_rank(
     return wide, b if is_trained else None
 
 
-def _check(low_rank: object, options: LossOptions) -> None:
+def check_pair(low_rank: object, hidden: Tensor, weight: Tensor, options: LossOptions) -> None:
     """Check that it is a pair of plain tensors, and that the options take one."""
+    check_tensor("hidden", hidden, FLOATS)
+    check_tensor("weight", weight, FLOATS, hidden)
     if not isinstance(low_rank, tuple | list) or len(low_rank) != 2:
         got = values.shown(low_rank)
         raise ValueError(f"low_rank must be None or a pair of tensors (x, b), got {got}")
@@ -58,7 +56,10 @@ def _check(low_rank: object, options: LossOptions) -> None:
         )
 
 
-def _check_shapes(x: Tensor, b: Tensor, hidden: Tensor, weight: Tensor) -> None:
+def check_factors(x: Tensor, b: Tensor, hidden: Tensor, weight: Tensor) -> None:
+    """Check the pair's shapes and dtypes, in autocast's, against those of hidden and weight."""
+    check_shapes(hidden, weight)
+    check_one_dtype(hidden, weight=weight)
     for i, factor in enumerate((x, b)):
         check_tensor(f"low_rank[{i}]", factor, (hidden.dtype,), hidden)
     if x.shape[:-1] != hidden.shape[:-1] or x.dim() < 1:

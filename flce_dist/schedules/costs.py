@@ -1,0 +1,96 @@
+"""What a planned call takes: GEMMs, and memory beyond its operands and gradients.
+
+T = tokens that are computed, V = rows of the largest even shard, H = hidden size, P = ranks.
+"""
+
+from typing import NamedTuple
+
+from flce_dist.core.call import Needs
+from flce_dist.schedules.choose import Plan
+from flce_dist.schedules.in_forward import InForward
+
+_TOKEN_BYTES = 64  # of a token's statistics, factors and loss, at most
+
+
+class Shapes(NamedTuple):
+    """Sizes of a call that a schedule need not know."""
+
+    H: int
+    trained: int  # columns of weight that are trained, if weight needs a gradient
+    itemsize: int  # of hidden, weight and their gradients
+    T_all: int  # tokens of the caller, on all ranks
+    P: int
+    sequence_parallel: bool
+    reduces_dhidden: bool  # over ranks
+    chooses_tokens: bool  # so that hidden is copied: max_counted or skip_ignored
+    accumulates_dweight: bool  # into memory that exists before
+
+
+def gemms(sizes: Plan, needs: Needs, shapes: Shapes) -> tuple[float, float]:
+    """Return how many GEMMs of 2 T H V flop forward and backward make.
+
+    Backward makes one more where a gradient of the entropy arrives.
+    """
+    if not any(needs):
+        return 1.0, 0.0
+    gradients = needs.hidden + needs.weight * shapes.trained / shapes.H
+    computed_again = 1.0 - sizes.cached_v / max(1, sizes.V)
+    if not isinstance(sizes, InForward):
+        return 1.0, gradients + computed_again
+    of_first_chunk = sizes.first_t / max(1, sizes.T)
+    return 1.0 + gradients + computed_again * of_first_chunk, 0.0
+
+
+def total_bytes(sizes: Plan, needs: Needs, shapes: Shapes) -> int:
+    """Return the most that exists at a time beyond operands and gradients.
+
+    Beside that partial statistics of up to 17 MiB, and on a CPU temporaries.
+    """
+    T = sizes.T
+    H = shapes.H
+    itemsize = shapes.itemsize
+    of_tokens = T * _TOKEN_BYTES + _travelling_bytes(sizes, needs, shapes)
+    if shapes.chooses_tokens:
+        of_tokens += T * H * itemsize
+    if not any(needs):
+        return of_tokens
+    of_gemms = sizes.logits_bytes
+    if needs.hidden:  # its accumulator, in fp32
+        tokens = max(sizes.first_t, sizes.chunk_t) if isinstance(sizes, InForward) else T
+        of_gemms += max(4, itemsize) * tokens * H
+    elif needs.weight:  # hidden times the tokens' factors
+        of_gemms += itemsize * T * shapes.trained
+    if needs.weight and isinstance(sizes, InForward):
+        of_gemms = _with_dweight(of_gemms, sizes, shapes)
+    return of_tokens + of_gemms
+
+
+def _travelling_bytes(sizes: Plan, needs: Needs, shapes: Shapes) -> int:
+    """Return what hidden and dhidden take that travel between ranks."""
+    P = shapes.P
+    hidden = shapes.T_all * shapes.H * shapes.itemsize  # of all ranks
+    if P == 1:
+        return 0
+    if not shapes.sequence_parallel:
+        sums = needs.hidden and shapes.reduces_dhidden
+        return sizes.T * shapes.H * shapes.itemsize if sums else 0
+    if not needs.hidden:
+        return hidden + hidden // P
+    if isinstance(sizes, InForward):
+        return 2 * hidden + (hidden // P if len(sizes.chunks()) > 1 else 0)
+    is_mixed = 0 < sizes.cached_v < sizes.V
+    recomputes_fp16 = sizes.converts and not sizes.cached_v
+    return 3 * hidden if is_mixed or recomputes_fp16 else 2 * hidden
+
+
+def _with_dweight(of_gemms: int, sizes: InForward, shapes: Shapes) -> int:
+    """Add what a dweight that forward makes takes beyond the gradient that backward returns."""
+    elements = sizes.V * shapes.trained
+    itemsize = shapes.itemsize
+    is_wide = sizes.converts or len(sizes.chunks()) > 1  # accumulates chunks, or passes fp16's end
+    dweight = elements * (max(4, itemsize) if is_wide else itemsize)
+    gradient = elements * itemsize
+    if shapes.accumulates_dweight:  # there is no such gradient
+        return of_gemms + dweight
+    rounded = dweight if dweight > gradient else 0  # beside the gradient, when GEMMs are done
+    return max(of_gemms + dweight - gradient, rounded)
