@@ -15,8 +15,9 @@ from tests.hf_sweep_page import PAGE, RESULTS, with_lines
 SCRIPTS = scripts_of(PAGE)
 
 
-def test_lora(tmp_path):
-    pair, *losses = printed(SCRIPTS[0], tmp_path).splitlines()
+@pytest.mark.parametrize("script", [0, 1], ids=["plain", "adapters"])
+def test_a_model(script, tmp_path):
+    pair, *losses = printed(SCRIPTS[script], tmp_path).splitlines()
     difference = float(re.findall(r"difference=tensor\((.*?)\)", pair)[0])
     assert difference < 1e-5
     assert len(losses) == 3 and float(losses[2]) < float(losses[0])
@@ -25,14 +26,14 @@ def test_lora(tmp_path):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_trainer(processes, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    text = printed(SCRIPTS[1], tmp_path, *(launcher if processes > 1 else []))
+    text = printed(SCRIPTS[2], tmp_path, *(launcher if processes > 1 else []))
     found = re.findall(r"^(\d) (\d+\.\d+)$", text, re.M)
     assert [int(world_size) for world_size, _ in found] == [processes] * processes
     assert all(10 < float(loss) < 11 for _, loss in found)
 
 
 def test_every_script_is_run():
-    assert len(SCRIPTS) == 2
+    assert len(SCRIPTS) == 3
 
 
 def test_the_list_of_classes_is_that_of_its_file():
