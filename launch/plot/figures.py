@@ -16,7 +16,9 @@ from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.profiles import Kind
 from flce_dist.launch.bench.report import MIB, Record
 
-OUR_COLOR, PEER_COLOR, EDGE = "#2c7fb8", "#b0b0b0", "#c0392b"
+OUR_COLOR = "#2c7fb8"
+PEER_COLOR = "#b0b0b0"
+EDGE = "#c0392b"  # of a wrong result, and messages of failed runs
 NAMES = {
     "triton": "ours,", "indexed": "ours, rows by a mask", "cce": "cut-cross-entropy",
     "cce_unfiltered": "cut-cross-entropy, unfiltered", "liger_fp32": "liger, fp32 loss",
@@ -134,17 +136,28 @@ def _bar(axes: Axes, y: int, r: Record, least: float) -> None:
     """Draw the memory of one record, from ``least`` on, and its label, or its message."""
     style: dict[str, Any] = {"va": "center", "fontsize": 7}
     if r.workspace_mib is None:
-        text, at = f" {(r.message or r.status).split('. ')[0]:.70}", axes.get_yaxis_transform()
+        text = f" {(r.message or r.status).split('. ')[0]:.70}"
+        at = axes.get_yaxis_transform()
         axes.text(0.0, y, text, color=EDGE, transform=at, bbox=ON_LINES, **style)
         return
-    end, wrong = max(r.workspace_mib, least), r.status == "wrong"
-    color, hatch, edge = (OUR_COLOR if r.impl in OURS else PEER_COLOR), None, None
+    end = max(r.workspace_mib, least)
     text = mib_text(r.workspace_mib)
-    if wrong:
-        hatch, edge = "////", EDGE
+    if is_wrong(r):
         text += f" MiB; its {(r.message or '').split(' ')[0]} is wrong"  # of "dweight is off by"
-    axes.barh(y, end, height=0.7, color=color, hatch=hatch, edgecolor=edge)
-    write_at(axes, text, (end, y), (5, 0), color=edge or "black", **style)
+    draw_bar(axes, y, r, end)
+    write_at(axes, text, (end, y), (5, 0), color=EDGE if is_wrong(r) else "black", **style)
+
+
+def draw_bar(axes: Axes, y: int, r: Record, length: float) -> None:
+    """Draw the bar of a record: its colour says whose it is, hatches that its result is wrong."""
+    color = OUR_COLOR if r.impl in OURS else PEER_COLOR
+    hatch = "////" if is_wrong(r) else None
+    edge = EDGE if is_wrong(r) else None
+    axes.barh(y, length, height=0.7, color=color, hatch=hatch, edgecolor=edge)
+
+
+def is_wrong(r: Record) -> bool:
+    return r.status == "wrong"
 
 
 Lines = dict[str, dict[float, float]]
@@ -159,11 +172,11 @@ def dial(records: list[Record]) -> Figure | None:
         gemms_ms = next((r.p50_ms for r in found if r.impl == "gemm3"), None)
         ours = [r for r in found if gemms_ms and r.p50_ms and r.impl in OURS]
         times = [(r, mib_text(r.workspace_mib), r.p50_ms / gemms_ms) for r in ours]  # type: ignore
-        given = [(r.max_logits_bytes / MIB, mib, y) for r, mib, y in times if r.max_logits_bytes]
-        if len(given) > 1:
-            auto = {x: y for x, _, y in given}
+        dialled = [(r.max_logits_bytes / MIB, mib, y) for r, mib, y in times if r.max_logits_bytes]
+        if len(dialled) > 1:
+            auto = {x: y for x, _, y in dialled}
             drawn[shape] = {"auto": auto}
-            ticks.append({x: f"{x:g}\n{mib}" for x, mib, _ in given})
+            ticks.append({x: f"{x:g}\n{mib}" for x, mib, _ in dialled})
             for r, mib, y in times:
                 if r.schedule in ("recompute", "cached"):
                     drawn[shape][f"{r.schedule}, {mib} MiB"] = {min(auto): y, max(auto): y}

@@ -59,11 +59,6 @@ def _bars(
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.set_xlim(0, 1.25 * max(value(r) for r in runs))
     for y, r in enumerate(runs):
-        is_wrong = r.status == "wrong"
-        axes.barh(
-            y, value(r), height=0.7,
-            color=figures.OUR_COLOR if r.impl in OURS else figures.PEER_COLOR,
-            hatch="////" if is_wrong else None, edgecolor=figures.EDGE if is_wrong else None,
-        )  # fmt: skip
-        label = text(value(r)) + (" (wrong)" if is_wrong else "")
+        figures.draw_bar(axes, y, r, value(r))
+        label = text(value(r)) + (" (wrong)" if figures.is_wrong(r) else "")
         figures.write_at(axes, label, (value(r), y), (4, 0), va="center", fontsize=7)
