@@ -63,7 +63,7 @@ def test_training_is_that_of_fsdp(group, dtype, most):
     policy, mesh = MixedPrecisionPolicy(param_dtype=dtype), init_device_mesh("cpu", (2,))
     fully_shard(theirs, mesh=mesh, mp_policy=policy)
     names: dict[str, Any] = {"model": ours, "mesh": mesh, "mp_policy": policy, "nn": nn}
-    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
+    _, block = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
     exec(block, names)
 
     losses, expected = trained(theirs, group.rank())

@@ -8,7 +8,12 @@ import pytest
 from tests.processes import ROOT, started, torchrun
 
 MOST_LINES = 25
-NEEDS = {"megatron": "megatron", "parallel_style": "torch", "torchtitan": "torchtitan"}
+NEEDS = {
+    "data_parallel_head": "torch",
+    "megatron": "megatron",
+    "parallel_style": "torch",
+    "torchtitan": "torchtitan",
+}
 
 
 @pytest.mark.parametrize("page", NEEDS)
