@@ -46,7 +46,7 @@ CHECKS: dict[str, Check] = {
     "collectives": parallel_checks.without_peer_copies,
     "first_call": parallel_checks.ranks_that_disagree,
 }
-# On a CPU test_compiled.py and test_verify.py have two of them.
+# On a CPU test_compiled_on_ranks.py and test_verify.py have two of them.
 GPU_ONLY = ("devices", "host", "collectives", "compile", "verify")
 # What one hardware queue for all streams could reorder or let hang: copies beside other work.
 BESIDE_OTHER_WORK = ("bits", "streams", "graphs", "subgroups", "heads")

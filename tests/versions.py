@@ -31,7 +31,7 @@ OTHERS = "pytest pytest-timeout hypothesis setuptools tyro matplotlib tensorboar
 FILES = (
     "interpreter", "merge_stats", "api_on_ranks", "main_grad", "main_grad_autograd", "dtensor",
     "fsdp", "testing", "autograd", "backward", "peer_copies", "peer_memory", "module", "filtered",
-    "rescue", "compiled", "torch_private", "counted", "skip_ignored", "scores",
+    "rescue", "compiled", "compiled_on_ranks", "torch_private", "counted", "skip_ignored", "scores",
     "scores_on_ranks", "divergence", "divergence_on_ranks", "data_parallel",
     "data_parallel_training", "frozen", "parallel_style",
 )  # fmt: skip
@@ -45,7 +45,7 @@ USERS = {
     "rl": (
         "2.13",
         (*RL.split(), "hydra-core"),
-        ("compat_trl", "compat_trl_divergence", "compat_verl"),
+        ("compat_trl", "compat_trl_steps", "compat_trl_divergence", "compat_verl"),
     ),
     "transformers-5": ("2.13", ("transformers==5.*", "peft", "accelerate"), HF),
     "transformers-4.57": ("2.13", ("transformers==4.57.*", "peft", "accelerate"), HF),
