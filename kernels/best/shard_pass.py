@@ -36,6 +36,20 @@ PART_BYTES = 64 << 20
 
 
 @triton.jit
+def _maxima_of_groups(x, COLUMNS: tl.constexpr):
+    """Return x [T, V] as groups of so many columns, and the maximum of each."""
+    of_groups = tl.reshape(x, (x.shape[0], x.shape[1] // COLUMNS, COLUMNS))
+    return of_groups, tl.max(of_groups, axis=2)
+
+
+@triton.jit
+def _places_of_groups(out_ptr, pid_v, groups: tl.constexpr, T, offs_t):
+    """Return where the numbers of a tile's groups are stored, [T, groups] of [all groups, T]."""
+    rows = (pid_v * groups + tl.arange(0, groups)).to(tl.int64)
+    return out_ptr + rows[None, :] * T + offs_t[:, None]
+
+
+@triton.jit
 def _store_groups(part_ptr, x, pid_v, plane, T, offs_t, mask_t, GROUP_V: tl.constexpr):
     """Store the maximum of each group of columns and its sum of ``exp(x - maximum)``."""
     if x.shape[1] == GROUP_V:
@@ -45,13 +59,10 @@ def _store_groups(part_ptr, x, pid_v, plane, T, offs_t, mask_t, GROUP_V: tl.cons
         place = part_ptr + pid_v.to(tl.int64) * T + offs_t
         mask = mask_t
     else:
-        groups: tl.constexpr = x.shape[1] // GROUP_V
-        of_groups = tl.reshape(x, (x.shape[0], groups, GROUP_V))
-        largest = tl.max(of_groups, axis=2)
+        of_groups, largest = _maxima_of_groups(x, GROUP_V)
         above = tl.where(largest == -float("inf"), 0.0, largest)
         total = tl.sum(exp(of_groups - above[:, :, None]), axis=2)
-        rows = (pid_v * groups + tl.arange(0, groups)).to(tl.int64)
-        place = part_ptr + rows[None, :] * T + offs_t[:, None]
+        place = _places_of_groups(part_ptr, pid_v, x.shape[1] // GROUP_V, T, offs_t)
         mask = mask_t[:, None]
     tl.store(place, largest, mask=mask)
     tl.store(place + plane, total, mask=mask)
@@ -60,10 +71,9 @@ def _store_groups(part_ptr, x, pid_v, plane, T, offs_t, mask_t, GROUP_V: tl.cons
 @triton.jit
 def _store_maxima(maxima_ptr, x, pid_v, T, offs_t, mask_t, COLUMNS: tl.constexpr):
     """Store the maximum of each block of so many columns."""
-    blocks: tl.constexpr = x.shape[1] // COLUMNS
-    largest = tl.max(tl.reshape(x, (x.shape[0], blocks, COLUMNS)), axis=2)
-    rows = (pid_v * blocks + tl.arange(0, blocks)).to(tl.int64)
-    tl.store(maxima_ptr + rows[None, :] * T + offs_t[:, None], largest, mask=mask_t[:, None])
+    _, largest = _maxima_of_groups(x, COLUMNS)
+    place = _places_of_groups(maxima_ptr, pid_v, x.shape[1] // COLUMNS, T, offs_t)
+    tl.store(place, largest, mask=mask_t[:, None])
 
 
 @triton.jit
