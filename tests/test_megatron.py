@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core")
 
 from flce_dist import filtered
 from flce_dist.megatron import use_linear_cross_entropy
-from flce_dist.megatron.symbolic import SymbolicHead, SymbolicLogits
+from flce_dist.megatron.symbolic import HeadCall, SymbolicHead
 from flce_dist.testing import relative_rms
 from tests.contract.models import B, uneven
 from tests.megatron_models import VOCAB, H, S, batch, inputs_of, megatron, plugged, token_losses
@@ -139,7 +139,7 @@ def test_a_scale_of_the_model_and_an_output_processor(group):
         return found
 
     ours = results(model)
-    assert isinstance(model.seen, SymbolicLogits)
+    assert isinstance(model.seen, HeadCall)
     with pytest.raises(RuntimeError, match="for a forward that has ended"):
         model.seen.loss(labels)
     theirs = results(tail_of(megatron(2, True, False)))
@@ -150,7 +150,7 @@ def test_a_scale_of_the_model_and_an_output_processor(group):
 def test_a_scale_after_a_softcap_is_refused():
     """The loss would be of softcap(scale * z), where the model's logits are scale * softcap(z)."""
     layer = mock.Mock(loss_keywords={"softcap": 5.0})
-    logits = SymbolicLogits(SymbolicHead(layer, layer, returns_bias=True), (), {})
+    logits = HeadCall(SymbolicHead(layer, layer, returns_bias=True), (), {})
     with pytest.raises(NotImplementedError, match=r"softcap=5.0 and a factor of 0.5"):
         logits * 0.5
 

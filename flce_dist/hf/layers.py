@@ -27,7 +27,7 @@ _COUNTING = ("torch.utils.module_tracker",)
 """Modules whose hooks only move tensors or count calls; any other hook may look at logits."""
 
 
-class Operands(NamedTuple):
+class LayerOperands(NamedTuple):
     """What makes the logits [..., V] of a layer, and of LoRA on it."""
 
     hidden: Tensor  # [..., H]
@@ -40,7 +40,7 @@ class Operands(NamedTuple):
         return z if self.low_rank is None else z + F.linear(*self.low_rank)
 
 
-class FusedLayer:
+class PluggedLayer:
     """The first base of replaced output layers; the layer's own class is the second."""
 
     recording: Any = None  # the ``Recording`` of the model's forward that runs
@@ -85,7 +85,7 @@ class FusedLayer:
         """Whether the weight exists in a call of the layer alone."""
         return isinstance(self, FSDPModule)
 
-    def logits_in_its_call(self: Any, hidden: Tensor, operands: Operands) -> Tensor:
+    def logits_in_its_call(self: Any, hidden: Tensor, operands: LayerOperands) -> Tensor:
         """Return the logits [..., V], while the layer's call computes a loss."""
         if adapters_of(self):
             return operands.logits()
@@ -93,7 +93,7 @@ class FusedLayer:
             return nn.Module.__call__(self, hidden)
         return (self.set_aside or super().forward)(hidden)  # type: ignore[misc]
 
-    def logits_without_hooks(self: Any, hidden: Tensor, operands: Operands) -> Tensor:
+    def logits_without_hooks(self: Any, hidden: Tensor, operands: LayerOperands) -> Tensor:
         """Return the logits [..., V] after a loss, in whose call the hooks have run."""
         if self.needs_its_hooks():
             raise NotImplementedError(
@@ -106,7 +106,7 @@ class FusedLayer:
 
 
 def loss_of(
-    operands: Operands, labels: Tensor, formula: Formula, keywords: dict[str, Any]
+    operands: LayerOperands, labels: Tensor, formula: Formula, keywords: dict[str, Any]
 ) -> Tensor:
     """Return the loss of labels [T]."""
     hidden, weight, bias, low_rank = operands
@@ -168,10 +168,10 @@ def adapters_of(layer: Any) -> list[str]:
     return [name for name in layer.active_adapters if name in layer.lora_A]
 
 
-def operands(layer: Any, hidden: Tensor) -> Operands:
+def operands(layer: Any, hidden: Tensor) -> LayerOperands:
     """Return what makes the logits [..., V], once for all of its uses: LoRA's dropout is drawn."""
     if hasattr(layer, "trainable_tokens_delta"):  # PEFT leaves out the bias, too
-        return Operands(hidden, layer.get_merged_weights(layer.active_adapters), None)
+        return LayerOperands(hidden, layer.get_merged_weights(layer.active_adapters), None)
     weight = linear_of(layer).weight
     bias = linear_of(layer).bias
     lows = []
@@ -186,7 +186,7 @@ def operands(layer: Any, hidden: Tensor) -> Operands:
         if B.bias is not None:
             bias = B.bias * scaling + (0.0 if bias is None else bias)
     low_rank = (torch.cat(lows, -1), torch.cat(highs, 1)) if lows else None
-    return Operands(hidden, weight, bias, low_rank)
+    return LayerOperands(hidden, weight, bias, low_rank)
 
 
 # --- what stands in the way

@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 
 from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.options import TransformersOptions, keywords_of
-from flce_dist.hf.layers import FusedLayer, is_known, layers_of, why_real
+from flce_dist.hf.layers import PluggedLayer, is_known, layers_of, why_real
 from flce_dist.hf.symbolic import Recording
 
 _FIXED: dict[str, Any] = dict(  # what the model decides, or the plug-in does not support
@@ -154,7 +154,7 @@ def _adopt(head: Any) -> list[Any]:
     """Make the known layers of a head fused ones, where they are not yet, and return these."""
     layers = [layer for layer in layers_of(head) if is_known(layer)]
     for layer in layers:
-        if not isinstance(layer, FusedLayer):
+        if not isinstance(layer, PluggedLayer):
             layer.__class__ = fused_class(layer.__class__, is_layer=True)
     return layers
 
@@ -168,7 +168,7 @@ def fused_class(base: Any, *, is_layer: bool) -> Any:
     members = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     members |= {"unfused": base, "__reduce_ex__": _reduced}
     if is_layer:
-        return type(base.__name__, (FusedLayer, base), members)
+        return type(base.__name__, (PluggedLayer, base), members)
     return type(base.__name__, (base,), {**members, "forward": _forward_of(base)})
 
 
@@ -176,7 +176,7 @@ def _reduced(self: Any, protocol: int) -> Any:
     """Pickle by the class that was replaced, which can be imported."""
     own = type(self)
     _, _, *state = super(own, self).__reduce_ex__(max(protocol, 2))
-    return _blank, (own.unfused, issubclass(own, FusedLayer)), *state
+    return _blank, (own.unfused, issubclass(own, PluggedLayer)), *state
 
 
 def _blank(base: Any, is_layer: bool) -> Any:

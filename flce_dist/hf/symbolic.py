@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce_dist.hf.layers import Operands, loss_of, operands
+from flce_dist.hf.layers import LayerOperands, loss_of, operands
 from flce_dist.hf.stand_in import NO_LOGITS
 from flce_dist.hf.steps import STEPS, Formula
 
@@ -80,7 +80,7 @@ class LayerCall:
         self.hidden = hidden  # as the model passed it; then as the layer's pre-hooks changed it
         self.needs_grad = torch.is_grad_enabled()
         self.is_in_loss = False
-        self.operands: Operands | None = None  # of all its losses: of one mask of LoRA's dropout
+        self.operands: LayerOperands | None = None  # of all losses: of one dropout mask of LoRA
         self.values: Tensor | None = None  # the layer's real logits
         self.made: list[SymbolicLogits] = []  # in the order in which the model made them
 
@@ -118,7 +118,7 @@ class LayerCall:
                 self.values = self.layer.logits_in_its_call(hidden, self.operands)
             return of(self.operands)
 
-        def of(operands: Operands) -> Tensor:
+        def of(operands: LayerOperands) -> Tensor:
             keywords = {**options, **self.recording.keywords}
             return loss_of(operands, labels, formula, keywords)
 

@@ -17,7 +17,7 @@ class FusedLayer:
     loss_keywords: dict[str, Any]  # options of ``linear_cross_entropy``
     question: Callable[[Any, Tensor, Tensor], Any] | None = None
     """What a call returns in place of logits, a function of the layer, its hidden states and its
-    weight; set for one call, by ``SymbolicLogits``."""
+    weight; set for one call, by ``HeadCall``."""
     scoring: Callable[..., Any] | None = None  # the question of a call of ``scores``
     keeps_metrics = False  # as the next one, see ``use_linear_cross_entropy``
     last_metrics: LossWithMetrics | None = None

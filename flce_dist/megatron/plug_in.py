@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 
 from flce_dist.arguments.options import KEYWORDS, LossOptions, MegatronOptions, keywords_of
 from flce_dist.megatron import checks, watchers
-from flce_dist.megatron.symbolic import SymbolicHead, SymbolicLogits, check_result
+from flce_dist.megatron.symbolic import HeadCall, SymbolicHead, check_result
 
 _FIXED: dict[str, Any] = dict(
     sequence_parallel=False,
@@ -69,7 +69,7 @@ def use_linear_cross_entropy(
             own, schedule="in_forward" without reduction="sum", or that with multi-token prediction.
     """
     keywords = {"reduction": "none", **options}
-    chosen = LossOptions(**keywords_of(use_linear_cross_entropy, keywords, **_FIXED))
+    unchecked = LossOptions(**keywords_of(use_linear_cross_entropy, keywords, **_FIXED))
     for stage in model if isinstance(model, list) else [model]:
         if isinstance(getattr(stage, "_modules", {}).get("module"), nn.Module):
             raise ValueError(
@@ -77,7 +77,7 @@ def use_linear_cross_entropy(
                 "use_linear_cross_entropy before it is wrapped"
             )
         if getattr(stage, "post_process", True):
-            _replace(stage, chosen, metrics)
+            _replace(stage, unchecked, metrics)
     return model
 
 
@@ -115,12 +115,12 @@ def replacement_of(model: Any, layer: Any) -> type:
     return replacement
 
 
-def language_model_loss(model: Any, labels: Tensor, logits: Tensor | SymbolicLogits) -> Tensor:
+def language_model_loss(model: Any, labels: Tensor, logits: Tensor | HeadCall) -> Tensor:
     """``compute_language_model_loss``: labels [b, s] to the loss [b, s] fp32, or to its sum.
 
     The loss of real logits is Megatron's, which knows none of our options.
     """
-    if isinstance(logits, SymbolicLogits):
+    if isinstance(logits, HeadCall):
         return logits.loss(labels)
     checks.check_loss_of_logits(checks.fused_layer(model._modules["output_layer"]))
     return type(model).compute_language_model_loss(model, labels, logits)

@@ -26,7 +26,7 @@ _NO_LOGITS = (
 class SymbolicHead:
     """Stands in for ``head``, a submodule of the model that ``layer`` is or is in.
 
-    A call returns ``SymbolicLogits``; if somebody reads the logits, it calls ``head`` and returns
+    A call returns ``HeadCall``; if somebody reads the logits, it calls ``head`` and returns
     real ones. Attributes are those of ``head``.
     """
 
@@ -44,7 +44,7 @@ class SymbolicHead:
             self.layer.last_metrics = None
             watchers.warn(reader)
             return self.head(*args, **kwargs)
-        logits = SymbolicLogits(self, args, kwargs)
+        logits = HeadCall(self, args, kwargs)
         return (logits, None) if self.returns_bias else logits
 
     @property
@@ -55,7 +55,7 @@ class SymbolicHead:
         return getattr(self.head, name)
 
 
-class SymbolicLogits:
+class HeadCall:
     """A call of the head that will be made: its arguments, and what the logits are scaled by."""
 
     def __init__(
@@ -96,7 +96,7 @@ class SymbolicLogits:
     # --- what Megatron does to logits in between, and behind: MuP's scale; whether multi-token
     # prediction was right; the layout of a model without labels, in a call of ``scores``
 
-    def __mul__(self, factor: float) -> "SymbolicLogits":
+    def __mul__(self, factor: float) -> "HeadCall":
         if not isinstance(factor, int | float):
             return NotImplemented
         softcap = self._head.layer.loss_keywords["softcap"]
@@ -105,7 +105,7 @@ class SymbolicLogits:
                 "softcap is not supported with a model that scales logits after it (MuP), got "
                 f"softcap={softcap} and a factor of {factor}"
             )
-        return SymbolicLogits(self._head, *self._arguments, self._scale * factor)
+        return HeadCall(self._head, *self._arguments, self._scale * factor)
 
     __rmul__ = __mul__
 
@@ -137,7 +137,7 @@ class SymbolicLogits:
     ) -> Any:
         return args[0]._prediction() if func is torch.argmax else NotImplemented
 
-    def transpose(self, *dims: int) -> "SymbolicLogits":
+    def transpose(self, *dims: int) -> "HeadCall":
         self._check_scoring("transpose")
         return self
 
@@ -155,8 +155,8 @@ class SymbolicLogits:
 
 
 def check_result(result: Any) -> None:
-    """Raise if a model returns ``SymbolicLogits``, by itself or in tuples, lists, dictionaries."""
-    if isinstance(result, SymbolicLogits):
+    """Raise if a model returns ``HeadCall``, by itself or in tuples, lists, dictionaries."""
+    if isinstance(result, HeadCall):
         raise NotImplementedError(
             "the model returns the logits of model.output_layer beside its loss, but none were "
             "made; register a forward hook on model.output_layer, which makes it return real ones"
