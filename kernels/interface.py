@@ -82,7 +82,7 @@ class Kernels(Protocol):
     def sorted_ids(self, ids: Tensor, offsets: Tensor, vocab_size: int) -> TokenIds: ...
 
     def set_scores(
-        self, z: Tensor, ids: TokenIds, rest: TokenStats | None, *,
+        self, z: Tensor, ids: TokenIds, unnamed: TokenStats | None, *,
         vocab_size: int, with_entropy: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]: ...  # fmt: skip
 

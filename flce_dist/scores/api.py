@@ -156,17 +156,17 @@ def _scored(arguments: Arguments, ids: Tensor, offsets: Tensor | None, over: Ove
         offsets = local_of("offsets", offsets, Replicate(), tp_group)
         labels = labels.expand(shape_of_tokens(hidden, options, tp_group))
         is_transposed = options.sequence_parallel and options.sequence_dim == 1
-        each = tempered(temperature, labels)
-        arguments = Arguments(hidden, local, labels, bias, None, each, options, tp_group)
+        of_tokens = tempered(temperature, labels)
+        arguments = Arguments(hidden, local, labels, bias, None, of_tokens, options, tp_group)
         ordered, needs = settled(arguments)
         call, operands = prepare(ordered, needs, scores=_SCHEDULES[over])
         flat_ids, cuts = ids_in_order(ids, offsets, labels.shape, hidden, transposed=is_transposed)
     operands = operands._replace(labels=flat_ids, offsets=cuts)
     check_alike("linear_logprob", call, operands)
     check_ids(flat_ids, cuts, operands.inverse_temperature, call.vocab_size)
-    logprob, *of_tokens = differentiable(call, operands, weight)
+    logprob, *scores = differentiable(call, operands, weight)
     shape = ordered.labels.shape
     if len(shape) != 1:  # a view is a node of the graph, too
         logprob = logprob.view(ids.shape if offsets is not None else (*shape, ids.shape[-1]))
-        of_tokens = [None if x is None else x.view(shape) for x in of_tokens]
-    return TokenScores(*in_callers_order((logprob, *of_tokens), ordered, arguments))
+        scores = [None if x is None else x.view(shape) for x in scores]
+    return TokenScores(*in_callers_order((logprob, *scores), ordered, arguments))

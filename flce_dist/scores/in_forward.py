@@ -22,16 +22,16 @@ from flce_dist.schedules.in_forward import InForward, tokens_here
 from flce_dist.scores.named import NamedSaved, opened, scored
 from flce_dist.scores.over_vocabulary import (
     NamedElements,
-    RestSaved,
+    UnnamedSaved,
     if_counted,
     name_ids,
-    rest_saved,
     score_factors,
+    unnamed_saved,
 )
 
 
 class MeanSaved(NamedTuple):
-    """What is saved beside ``NamedSaved`` and ``RestSaved``."""
+    """What is saved beside ``NamedSaved`` and ``UnnamedSaved``."""
 
     mean: Tensor  # [T, H], of this rank's tokens [T / P, H] if hidden is split
     weight: Tensor  # as the next ones those of the operands
@@ -71,10 +71,10 @@ class OverVocabularyInForward:
         mean, _, _ = gradients.finished()
         assert mean is not None and operands.offsets is not None
         result, outputs, named = scored(call, operands, z, ids, stats)
-        rest = rest_saved(outputs, forward_pass.logits.labels, stats)
+        unnamed = unnamed_saved(outputs, forward_pass.logits.labels, stats)
         inverse = operands.inverse_temperature
         saved = MeanSaved(mean, operands.weight, operands.offsets, inverse)
-        return result, outputs, (*named, *rest, *saved)
+        return result, outputs, (*named, *unnamed, *saved)
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         raise NotImplementedError("scores are not supported under torch.compile")
@@ -83,13 +83,13 @@ class OverVocabularyInForward:
         call = request.call
         saved = request.saved
         n = len(NamedSaved._fields)
-        m = n + len(RestSaved._fields)
+        m = n + len(UnnamedSaved._fields)
         named = NamedSaved(*saved[:n])
-        rest = RestSaved(*saved[n:m])
+        unnamed = UnnamedSaved(*saved[n:m])
         of_mean = MeanSaved(*saved[m:])
         ids = named.with_offsets(of_mean.offsets)
-        inverse = if_counted(of_mean.inverse_temperature, rest.labels, 1.0)
-        factors = score_factors(call, named, ids, rest, request.upstream, inverse)
+        inverse = if_counted(of_mean.inverse_temperature, unnamed.labels, 1.0)
+        factors = score_factors(call, named, ids, unnamed, request.upstream, inverse)
         of_named = new_dhidden(call, of_mean.weight)
         of_named.acquire()
         call.kernels.dhidden_of_ids(
@@ -100,7 +100,7 @@ class OverVocabularyInForward:
             out=of_named.tokens,
         )
         of_named.start()
-        factor = factors.dtotal * rest.other.exp()
+        factor = factors.dtotal * unnamed.other.exp()
         if factors.dother is not None:
             factor = factor + factors.dother
         factor = tokens_here(call, factor * factors.slope)
@@ -108,7 +108,7 @@ class OverVocabularyInForward:
         call.kernels.scale_rows(
             of_mean.mean,
             factor,
-            tokens_here(call, rest.labels),
+            tokens_here(call, unnamed.labels),
             ignore_index=-1,
             plus=(torch.ones_like(factor), of_named.wait()),
             out=out,

@@ -35,15 +35,15 @@ def opened(call: Call, operands: Operands) -> tuple[Pass, TokenIds]:
 
 
 def scored(
-    call: Call, operands: Operands, z: Tensor, ids: TokenIds, rest: TokenStats | None
+    call: Call, operands: Operands, z: Tensor, ids: TokenIds, unnamed: TokenStats | None
 ) -> tuple[Tensor, Outputs, NamedSaved]:
     """Return logprob as ids, (lse, other, entropy) [T], and what backward needs of named ids.
 
-    z is [N], of all ranks; ``rest`` are the statistics of the ids that are not named, if any are
+    z is [N], of all ranks; ``unnamed`` are the statistics of the ids that are not named, if any are
     summed. What is saved are copies: the caller may change what is returned.
     """
     logprob, lse, other, entropy = call.kernels.set_scores(
-        z, ids, rest, vocab_size=call.vocab_size, with_entropy=call.options.with_metrics
+        z, ids, unnamed, vocab_size=call.vocab_size, with_entropy=call.options.with_metrics
     )
     copy = None if entropy is None else entropy.clone()
     saved = NamedSaved(z, logprob, copy, ids.ids, *ids[2:])

@@ -20,7 +20,7 @@ from flce_dist.schedules.windows import Windows, closed
 from flce_dist.scores.named import NamedSaved, opened, scored
 
 
-class RestSaved(NamedTuple):
+class UnnamedSaved(NamedTuple):
     """What is saved of the ids that are not named, [T] each."""
 
     other: Tensor
@@ -55,8 +55,8 @@ class OverVocabulary:
         )
         z = collectives.all_reduce_sum(z, call.tp_group)
         result, outputs, named = scored(call, operands, z, ids, stats)
-        rest = rest_saved(outputs, forward_pass.logits.labels, stats)
-        return result, outputs, (*named, *rest, cache)
+        unnamed = unnamed_saved(outputs, forward_pass.logits.labels, stats)
+        return result, outputs, (*named, *unnamed, cache)
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         raise NotImplementedError("scores are not supported under torch.compile")
@@ -68,25 +68,25 @@ class OverVocabulary:
         assert operands is not None and operands.offsets is not None
         n = len(NamedSaved._fields)
         named = NamedSaved(*saved[:n])
-        rest = RestSaved(*saved[n:-1])
+        unnamed = UnnamedSaved(*saved[n:-1])
         cache = saved[-1]
         ids = named.with_offsets(operands.offsets)
-        inverse = if_counted(operands.inverse_temperature, rest.labels, 1.0)
-        factors = score_factors(call, named, ids, rest, request.upstream, inverse)
-        affine = tuple(x * factors.slope for x in _affine(rest, named.entropy, factors))
-        rows = RowGradient(None, rest.reference, torch.zeros_like(factors.dtotal), affine, None)
+        inverse = if_counted(operands.inverse_temperature, unnamed.labels, 1.0)
+        factors = score_factors(call, named, ids, unnamed, request.upstream, inverse)
+        affine = tuple(x * factors.slope for x in _affine(unnamed, named.entropy, factors))
+        rows = RowGradient(None, unnamed.reference, torch.zeros_like(factors.dtotal), affine, None)
         factor = factors.named
         if call.is_from_lse:
-            of_rest = (factors.dtotal, factors.dother, factors.dentropy)
-            unnamed = torch.stack([x for x in of_rest if x is not None])
-            size = (unnamed * factors.slope).abs().amax(0)
+            of_unnamed = (factors.dtotal, factors.dother, factors.dentropy)
+            stacked = torch.stack([x for x in of_unnamed if x is not None])
+            size = (stacked * factors.slope).abs().amax(0)
             rows = rows.balanced(size.scatter_reduce_(0, ids.token, factor.abs(), "amax"))
             assert rows.scale is not None
             factor = factor / rows.scale.index_select(0, ids.token)
-        operands = operands._replace(labels=rest.labels, inverse_temperature=inverse)
+        operands = operands._replace(labels=unnamed.labels, inverse_temperature=inverse)
         gradients, chunk = self.windows.opened(
             request._replace(operands=operands),
-            TokenStats(rest.reference, rest.reference, rest.others),
+            TokenStats(unnamed.reference, unnamed.reference, unnamed.others),
             rows,
             cache if factors.dentropy is None else None,
         )
@@ -112,7 +112,7 @@ class NamedElements(NamedTuple):
 def name_ids(forward_pass: Pass, ids: TokenIds) -> Tensor:
     """Let the pass leave out named ids; return their logits [N], which it writes on their rank.
 
-    The labels of ``one`` become the largest id of each token, -1 without ids.
+    The pass's labels become the largest id of each token, -1 without ids.
     """
     N = len(ids.ids)
     begin = ids.offsets[:-1]
@@ -128,10 +128,10 @@ def name_ids(forward_pass: Pass, ids: TokenIds) -> Tensor:
     return z
 
 
-def rest_saved(outputs: Outputs, labels: Tensor, stats: TokenStats) -> RestSaved:
+def unnamed_saved(outputs: Outputs, labels: Tensor, stats: TokenStats) -> UnnamedSaved:
     other = outputs[1]
     assert other is not None
-    return RestSaved(other.clone(), labels, stats.reference, stats.others)
+    return UnnamedSaved(other.clone(), labels, stats.reference, stats.others)
 
 
 def if_counted(x: Tensor | None, labels: Tensor, otherwise: float = 0.0) -> Tensor | None:
@@ -152,16 +152,16 @@ def score_factors(
     call: Call,
     named: NamedSaved,
     ids: TokenIds,
-    rest: RestSaved,
+    unnamed: UnnamedSaved,
     upstream: Upstream,
     inverse: Tensor | None,
 ) -> ScoreFactors:
     """Return the factors of backward; ``inverse`` is the temperatures', 1 where ignored."""
     dlogprob, dlse, dother, dentropy = upstream
-    dlse, dother, dentropy = (if_counted(x, rest.labels) for x in (dlse, dother, dentropy))
+    dlse, dother, dentropy = (if_counted(x, unnamed.labels) for x in (dlse, dother, dentropy))
     scale = call.options.logit_scale
     if dother is not None:
-        dother = dother.where(rest.others != 0, 0.0)  # else a constant
+        dother = dother.where(unnamed.others != 0, 0.0)  # else a constant
         dlse = -dother if dlse is None else dlse - dother
     of_named, sums = call.kernels.set_gradient(
         named.z,
@@ -178,20 +178,22 @@ def score_factors(
     return ScoreFactors(of_named, dtotal, dother, dentropy, slope)
 
 
-def _affine(rest: RestSaved, entropy: Tensor | None, factors: ScoreFactors) -> tuple[Tensor, ...]:
+def _affine(
+    unnamed: UnnamedSaved, entropy: Tensor | None, factors: ScoreFactors
+) -> tuple[Tensor, ...]:
     """Return that of ``RowGradient`` at ids that are not named, by z: with U their sum,
 
     ``dz_v = p_v (dtotal - dH (log p_v + H)) + exp(x_v) dother / U``, where ``log p_v = x_v -
     (log U - other)``.
     """
-    is_left = rest.others != 0  # NaN stays
-    left = rest.others.where(is_left, 1.0)
-    p_scale = (rest.other.exp() / left).where(is_left, 0.0)  # exp(-log_total)
+    is_left = unnamed.others != 0  # NaN stays
+    left = unnamed.others.where(is_left, 1.0)
+    p_scale = (unnamed.other.exp() / left).where(is_left, 0.0)  # exp(-log_total)
     a = factors.dtotal * p_scale
     if factors.dother is not None:
         a = a + factors.dother / left
     if factors.dentropy is None or entropy is None:
         return (a,)
-    log_total = (left.log() - rest.other).where(is_left, 0.0)
+    log_total = (left.log() - unnamed.other).where(is_left, 0.0)
     a = a - factors.dentropy * (entropy - log_total) * p_scale
     return a, -factors.dentropy * p_scale, torch.zeros_like(a)

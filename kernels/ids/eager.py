@@ -14,37 +14,42 @@ from flce_dist.kernels.rows.formulas import FAR, TokenStats, softcap_grad
 
 
 def set_scores(
-    z: Tensor, ids: TokenIds, rest: TokenStats | None, *, vocab_size: int, with_entropy: bool
+    z: Tensor, ids: TokenIds, unnamed: TokenStats | None, *, vocab_size: int, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    T, N, token, first = len(ids.offsets) - 1, len(z), ids.token, are_first(ids.ids, ids.token)
-    in_set, n = z.where(first, -torch.inf), torch.arange(N, device=z.device)
+    T = len(ids.offsets) - 1
+    N = len(z)
+    token = ids.token
+    first = are_first(ids.ids, token)
+    in_set = z.where(first, -torch.inf)
+    n = torch.arange(N, device=z.device)
     largest = z.new_full((T,), -torch.inf).scatter_reduce_(0, token, in_set, "amax")
     entry = n.where(first & (in_set == largest[token]), N)
     top = token.new_full((T,), N).scatter_reduce_(0, token, entry, "amin")  # N without ids
     reference = largest
-    if rest is not None:  # without unnamed ids, largest may lie far below their reference
-        of_rest = rest.reference.where(rest.others != 0, largest)
-        reference = torch.maximum(largest, of_rest)
+    if unnamed is not None:  # without any, largest may lie far below their reference
+        of_unnamed = unnamed.reference.where(unnamed.others != 0, largest)
+        reference = torch.maximum(largest, of_unnamed)
     e_top = (largest - reference).exp()
     x = z - reference[token]
     e = x.exp().where(first, 0.0)
     named, weighted = torch.zeros(2, T, dtype=z.dtype, device=z.device)
     named.index_add_(0, token, e.where(n != top[token], 0.0))
     weighted.index_add_(0, token, (e * x).where(e != 0, 0.0))
-    unnamed = torch.zeros_like(named)
-    if rest is not None:
-        change = of_rest - reference
-        unnamed, log_unnamed = rest.others * change.exp(), rest.others.log() + change
-        if rest.sum_ez is not None:
-            weighted += change.exp() * rest.sum_ez + unnamed * change
-    others = named + unnamed
+    total = torch.zeros_like(named)  # of unnamed ids
+    if unnamed is not None:
+        change = of_unnamed - reference
+        total = unnamed.others * change.exp()
+        log_total = unnamed.others.log() + change
+        if unnamed.sum_ez is not None:
+            weighted += change.exp() * unnamed.sum_ez + total * change
+    others = named + total
     below = (others + (e_top - 1)).log1p()
     is_counted = torch.zeros_like(largest).index_add_(0, token, first.to(z.dtype)) > 0
     logprob = (x - below[token]).where(ids.ids >= 0, 0.0)
     other = entropy = None
-    if rest is not None:
-        near_0 = -((named + e_top) / unnamed).log1p()
-        other = near_0.where(unnamed > named + e_top, log_unnamed - below).where(is_counted, 0.0)
+    if unnamed is not None:
+        near_0 = -((named + e_top) / total).log1p()
+        other = near_0.where(total > named + e_top, log_total - below).where(is_counted, 0.0)
     if with_entropy:
         entropy = (below - weighted / (e_top + others)).where(is_counted, 0.0)
     lse = (reference + below).where(is_counted, 0.0)
@@ -56,7 +61,7 @@ def set_gradient(
     upstream: tuple[Tensor | None, Tensor | None, Tensor | None],
     inverse_temperature: Tensor | None, *, softcap: float | None, logit_scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    def each(x: Tensor) -> Tensor:
+    def of_entries(x: Tensor) -> Tensor:
         return x.index_select(0, ids.token)
 
     dlogprob, dlse, dentropy = upstream
@@ -64,17 +69,17 @@ def set_gradient(
     p = logprob.exp().where(first, 0.0)
     dz, sums = torch.zeros_like(z), z.new_zeros(len(ids.offsets) - 1)
     if dlse is not None:
-        dz += p * each(dlse)
+        dz += p * of_entries(dlse)
     if dentropy is not None and entropy is not None:
-        dz -= p * (logprob.clamp_min(FAR) + each(entropy)) * each(dentropy)
+        dz -= p * (logprob.clamp_min(FAR) + of_entries(entropy)) * of_entries(dentropy)
     if dlogprob is not None and len(z):
         g = dlogprob.reshape(-1).index_select(0, ids.place).where(ids.ids >= 0, 0.0)
         sums = torch.segment_reduce(g, "sum", offsets=ids.offsets, unsafe=True, initial=0)
         run = (first.cumsum(0) - 1).clamp_min(0)  # padding, whose g is 0, comes first in its row
         g = torch.zeros_like(g).index_add_(0, run, g)[run]
-        total = each(sums)
+        total = of_entries(sums)
         dz += (g - p * total).where(p <= 0.5, g - total - logprob.expm1() * total)
-    inverse = None if inverse_temperature is None else each(inverse_temperature)
+    inverse = None if inverse_temperature is None else of_entries(inverse_temperature)
     dz *= softcap_grad(z, softcap, inverse) * logit_scale
     return (dz if inverse is None else dz * inverse).where(first, 0.0), sums
 

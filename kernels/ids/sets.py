@@ -49,17 +49,18 @@ def sorted_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> TokenIds:
     """``sorted_ids`` of ``token_ids.py``; short rows [T, K] take one launch."""
     if ids.dim() == 1 or ids.shape[1] > _SORTED_AT_ONCE // 4:
         return token_ids.sorted_ids(ids, offsets, vocab_size)
-    (T, K), BLOCK_K = ids.shape, next_power_of_2(ids.shape[1])
-    found, token, place = ids.new_empty(3, ids.numel())
+    T, K = ids.shape
+    BLOCK_K = next_power_of_2(K)
+    in_order, token, place = ids.new_empty(3, ids.numel())
     if ids.numel():
         BLOCK_T = _SORTED_AT_ONCE // BLOCK_K
         _sorted_rows_kernel[(-(-T // BLOCK_T),)](
             ids,
-            found, token, place,
+            in_order, token, place,
             T, K,
             BLOCK_T=BLOCK_T, BLOCK_K=BLOCK_K,
         )  # fmt: skip
-    return TokenIds(found, offsets, token, place)
+    return TokenIds(in_order, offsets, token, place)
 
 
 @triton.jit
@@ -160,22 +161,25 @@ def _set_scores_kernel(
 
 
 def set_scores(
-    z: Tensor, ids: TokenIds, rest: TokenStats | None, *, vocab_size: int, with_entropy: bool
+    z: Tensor, ids: TokenIds, unnamed: TokenStats | None, *, vocab_size: int, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return ``(logprob, lse, other, entropy)``: [N] in the caller's order, and [T] or None each.
 
     z is [N] fp32, of all ranks; of a repeated id only its first entry is read. Results are 0 at
-    padding, and for tokens without ids. Over the vocabulary with ``rest``, statistics of the ids
-    that are not named, else over the ids. Asserts that ids are below vocab_size (of all).
+    padding, and for tokens without ids. Over the vocabulary with ``unnamed``, statistics of the
+    ids that are not named, else over the ids. Asserts that ids are below vocab_size (of all).
     """
     T = len(ids.offsets) - 1
     logprob, lse = torch.empty_like(z), z.new_empty(T)
     entropy = z.new_empty(T) if with_entropy else None
-    other = None if rest is None else z.new_empty(T)
+    other = None if unnamed is None else z.new_empty(T)
+    of_unnamed: tuple[Tensor | None, ...] = (None, None, None)
+    if unnamed is not None:
+        of_unnamed = (unnamed.reference, unnamed.others, unnamed.sum_ez)
     if T:
         _set_scores_kernel[(T,)](
             z, ids.ids, ids.offsets, ids.place,
-            *((None,) * 3 if rest is None else (rest.reference, rest.others, rest.sum_ez)),
+            *of_unnamed,
             logprob, lse, entropy, other,
             vocab_size,
             BLOCK_N=_BLOCK_N, num_warps=1,
