@@ -51,15 +51,16 @@ def logits_at_ids(
 ) -> Tensor:
     is_id = ids != logits.ignore_index
     if ids.is_cuda and token is None:
-        known = (ids >= 0) & (ids < vocab_size)
+        in_vocabulary = (ids >= 0) & (ids < vocab_size)
         torch_private.assert_soon(
-            (known | ~is_id).all(), "labels must be within [0, vocab_size) or ignore_index"
+            (in_vocabulary | ~is_id).all(), "labels must be within [0, vocab_size) or ignore_index"
         )
     inverse = logits.inverse_temperature
     if ids.is_cuda and inverse is not None:
         bad = (inverse if token is None else inverse[token]).isnan() & is_id
         torch_private.assert_soon(~bad.any(), "temperature must be above 0")
-    row, z = ids - logits.vocab_start_index, ids.new_zeros(len(ids), dtype=logits.stats_dtype)
+    row = ids - logits.vocab_start_index
+    z = ids.new_zeros(len(ids), dtype=logits.stats_dtype)
     here = (row >= 0) & (row < logits.V) & is_id
     for n in gemm.slices(len(ids) if logits.V else 0, 8 * logits.H):
         of_token = n if token is None else token[n]

@@ -27,9 +27,10 @@ def _chunks(logits: ShardLogits) -> Iterator[tuple[slice, Tensor]]:
 
 def label_logits(logits: ShardLogits, *, vocab_size: int) -> Tensor:
     if logits.labels.is_cuda:
-        known = (logits.labels >= 0) & (logits.labels < vocab_size)
+        in_vocabulary = (logits.labels >= 0) & (logits.labels < vocab_size)
         torch_private.assert_soon(
-            (known | ~logits.counted).all(), "labels must be within [0, vocab_size) or ignore_index"
+            (in_vocabulary | ~logits.counted).all(),
+            "labels must be within [0, vocab_size) or ignore_index",
         )
     column = logits.labels - logits.vocab_start_index
     is_here = (column >= 0) & (column < logits.V) & logits.counted
@@ -44,7 +45,10 @@ def label_logits(logits: ShardLogits, *, vocab_size: int) -> Tensor:
 def best_of_shard(
     logits: ShardLogits, *, k: int, label_logit: Tensor | None, noise: Noise | None
 ) -> ShardBest:
-    T, V, first_id, device = logits.T, logits.V, logits.vocab_start_index, logits.hidden.device
+    T = logits.T
+    V = logits.V
+    first_id = logits.vocab_start_index
+    device = logits.hidden.device
     largest = torch.full((T,), -torch.inf, dtype=logits.stats_dtype, device=device)
     sums = torch.zeros(1, T, dtype=logits.stats_dtype, device=device)
     above = None if label_logit is None else logits.labels.new_zeros(T)
@@ -55,7 +59,8 @@ def best_of_shard(
             largest[tokens] = z.amax(1)
             sums[0, tokens] = (z - _finite(largest[tokens])[:, None]).exp().sum(1)
         if above is not None and label_logit is not None:
-            of_label, label = label_logit[tokens, None], logits.labels[tokens, None] - first_id
+            of_label = label_logit[tokens, None]
+            label = logits.labels[tokens, None] - first_id
             above[tokens] = ((z > of_label) | ((z == of_label) & (column < label))).sum(1)
         if pairs is not None:
             if noise is not None:

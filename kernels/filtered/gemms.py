@@ -189,7 +189,8 @@ def kept_dweight(
     """
     V, H = out.shape
     arch, programs = tuning.device_arch(d.device)
-    config, (group, waves) = tuning.TILES[arch, d.element_size()], _order(arch, d.element_size())
+    config = tuning.TILES[arch, d.element_size()]
+    group, waves = _order(arch, d.element_size())
     rows, columns, shared = config.BLOCK_T, config.BLOCK_V, config.BLOCK_H
     tma = has_tma(arch, d, hidden)
     # A tile of fp32 would take the shared memory of the operands' stages.

@@ -223,8 +223,10 @@ def rank_one(
     q is ``total`` (``tile_profile``) divided by its sum over the tile. Where that is 0, rows that
     no bias of -inf bans share the mass equally. scale is [T] fp32, None is 1.
     """
-    (J, T), H = mass.shape, logits.H
-    q, means = torch.empty_like(total), logits.weight.new_empty(J, H) if with_means else None
+    J, T = mass.shape
+    H = logits.H
+    q = torch.empty_like(total)
+    means = logits.weight.new_empty(J, H) if with_means else None
     scaled = mass if scale is None else torch.empty_like(mass)
     BLOCK_H = min(128, next_power_of_2(H))
     _rank_one_kernel[(-(-H // BLOCK_H), J)](

@@ -36,9 +36,10 @@ def _take_out_in_ptx(pack: int) -> tuple[str, str]:
                 f"@named mov.b32 {x[i]}, 0xff800000;",  # -inf
             ]
     text = "\n".join(["{", ".reg .pred none, named;", ".reg .b32 any;", *lines, "DONE:", "}"])
-    given = [str(i) for i in range(pack)]  # x stays where it is
-    kinds = [kind for kind in ("r", "r", "r", "r", "l") for _ in range(pack)]
-    return text, ",".join(["=f"] * pack + given + kinds)
+    outputs = ["=f"] * pack
+    in_place = [str(i) for i in range(pack)]  # x stays where it is
+    inputs = [register for register in ("r", "r", "r", "r", "l") for _ in range(pack)]
+    return text, ",".join(outputs + in_place + inputs)
 
 
 _PTX, _CONSTRAINTS = map(tl.constexpr, _take_out_in_ptx(_PACK.value))
