@@ -78,8 +78,8 @@ def reference_linear_logprob(
     tokens = hidden.shape[:-1]
     flat = ids.reshape(-1).long()
     T = tokens.numel()
-    each = len(flat) // max(1, T) if offsets is None else offsets.diff()
-    token = torch.arange(T, device=ids.device).repeat_interleave(each)
+    ids_of_token = len(flat) // max(1, T) if offsets is None else offsets.diff()
+    token = torch.arange(T, device=ids.device).repeat_interleave(ids_of_token)
     is_id = flat >= 0
     counted = torch.zeros(T, dtype=torch.bool, device=ids.device)
     counted[token[is_id]] = True
@@ -92,9 +92,9 @@ def reference_linear_logprob(
         logits = logits.where(named | ~counted[:, None], -torch.inf)
     lse, logprob, entropy = _statistics(logits)
     # Where nothing is left, logsumexp has no gradient but NaN.
-    some = ~named.all(1) if over == "vocabulary" else torch.zeros_like(counted)
-    others = logprob.where(~named, -torch.inf).where(some[:, None], 0.0)
-    other = others.logsumexp(-1).where(some, -torch.inf)
+    has_others = ~named.all(1) if over == "vocabulary" else torch.zeros_like(counted)
+    others = logprob.where(~named, -torch.inf).where(has_others[:, None], 0.0)
+    other = others.logsumexp(-1).where(has_others, -torch.inf)
     of_ids = logprob[token, flat.where(is_id, 0)].where(is_id, 0.0)
     lse, other, entropy = (x.where(counted, 0.0).view(tokens) for x in (lse, other, entropy))
     return of_ids.view(ids.shape), lse, other, entropy

@@ -20,10 +20,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def _needed(owner: Any, name: str, use: str) -> Any:
     """Return ``owner.name``; without it this ``use`` is not supported."""
-    found = getattr(owner, name, None)
-    if found is None:
+    attribute = getattr(owner, name, None)
+    if attribute is None:
         raise NotImplementedError(f"{use} needs {name}, which torch {torch.__version__} lacks")
-    return found
+    return attribute
 
 
 # --- one call
@@ -147,9 +147,9 @@ def fsdp_sharding(x: Tensor) -> tuple[Any, float] | None:
         for state in list(states.values()):
             groups = getattr(state(), "_fsdp_param_groups", None)  # one in older releases
             for group in filter(None, groups or [getattr(state(), "_fsdp_param_group", None)]):
-                for one in group.fsdp_params:
-                    if one.sharded_param is x:
-                        mesh = one.mesh_info.mesh  # of data ranks, maybe replicas first
+                for parameter in group.fsdp_params:
+                    if parameter.sharded_param is x:
+                        mesh = parameter.mesh_info.mesh  # of data ranks, maybe replicas first
                         return mesh, group.gradient_divide_factor or mesh.size()
     return None
 
@@ -179,8 +179,8 @@ def shares_memory() -> bool:
         from torch.distributed import _symmetric_memory as memory
     except ImportError:
         return False
-    found = [hasattr(memory, name) for name in ("empty", "rendezvous")]
-    return all(found) and hasattr(c10d, "_get_process_group_store")
+    has_memory = all(hasattr(memory, name) for name in ("empty", "rendezvous"))
+    return has_memory and hasattr(c10d, "_get_process_group_store")
 
 
 def shared_memory(nbytes: int, device: torch.device, group: Any) -> tuple[Tensor, Any]:

@@ -123,26 +123,28 @@ class VocabShard(nn.Module):
                 destination[prefix + name], self.padded_vocab_size, self.tp_group
             )
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **more: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
         state_dict = dict(state_dict)  # the caller's is not changed
         for name, parameter in self.named_parameters(recurse=False):
             if (value := state_dict.get(prefix + name)) is not None:
                 state_dict[prefix + name] = self.own_part(value, parameter)
-        super()._load_from_state_dict(state_dict, prefix, *args, **more)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._mark_parameters()
 
     def own_part(self, value: Any, parameter: nn.Parameter) -> Any:
         """Return this rank's part of a parameter's value; a value of a wrong size unchanged."""
         _, place = dtensor.local_part(parameter)
-        rows, *rest = place
+        rows, *columns = place
         start = self.vocab_range[0]
         shape = parameter.shape
-        of_whole = (slice(start + rows.start, start + rows.stop), *rest)
+        of_whole = (slice(start + rows.start, start + rows.stop), *columns)
         is_whole = value.shape == (self.padded_vocab_size, *shape[1:])
         if isinstance(value, DTensor):
-            part, held = dtensor.local_part(value)
-            known = is_whole and (held == of_whole or not part.numel())
+            part, place_of_part = dtensor.local_part(value)
+            fits = is_whole and (place_of_part == of_whole or not part.numel())
         else:
-            known = is_whole or value.shape == shape
-            part = value[of_whole if is_whole else place] if known else value
-        return dtensor.in_kind(part, parameter) if known else value
+            fits = is_whole or value.shape == shape
+            part = value[of_whole if is_whole else place] if fits else value
+        return dtensor.in_kind(part, parameter) if fits else value

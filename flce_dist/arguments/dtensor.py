@@ -125,9 +125,10 @@ def local_of(
         dim = _dimension(x.device_mesh, tp_group)
         anywhere = expected.is_replicate() and gradient is None
         fits = dim is not None or anywhere or collectives.group_size(tp_group) == 1
-        for d, has in enumerate(x.placements):
-            want = expected if d == dim else Replicate()
-            fits &= mesh.size(d) == 1 or (has.__class__ is want.__class__ and has == want)
+        for d, placement in enumerate(x.placements):
+            wanted = expected if d == dim else Replicate()
+            is_wanted = placement.__class__ is wanted.__class__ and placement == wanted
+            fits &= mesh.size(d) == 1 or is_wanted
         if not fits or mesh.get_coordinate() is None:
             hint = _OF_FSDP if hint and torch_private.fsdp_sharding(x) else hint
             where = "" if tp_group is None else f" over tp_group's ranks {_ranks(tp_group)}"
@@ -136,7 +137,7 @@ def local_of(
                 f"replicated over other ranks, got {x.placements} on {mesh}"
                 + (f"; {hint}" if hint else "")
             )
-        gradients = [Replicate() if has.is_partial() else has for has in x.placements]
+        gradients = [Replicate() if p.is_partial() else p for p in x.placements]
         if gradient is not None and dim is not None:
             gradients[dim] = gradient
         x = x.to_local(grad_placements=gradients)
@@ -166,25 +167,28 @@ def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
     """
     if not (isinstance(x, DTensor) and isinstance(hidden, Tensor) and x.device == hidden.device):
         return x
-    every = x.device_mesh
-    dim = _dimension(x.device_mesh, tp_group)
-    rank, P = (0, 1) if dim is None else (collectives.group_rank(tp_group), every.size(dim))
-    known = torch_private.fsdp_sharding(x) if dim is None or every.ndim > 1 else None
-    if known is None or known[0].size() * P != every.size():
+    mesh = x.device_mesh
+    dim = _dimension(mesh, tp_group)
+    rank = 0 if dim is None else collectives.group_rank(tp_group)
+    P = 1 if dim is None else mesh.size(dim)
+    sharding = torch_private.fsdp_sharding(x) if dim is None or mesh.ndim > 1 else None
+    if sharding is None or sharding[0].size() * P != mesh.size():
         return x
-    mesh, divisor = known
+    data_mesh, divisor = sharding
     start, end = vocab_range(x.shape[0], rank, P)
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    device_type = hidden.device.type
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
     local = x.to_local()
     if local.requires_grad:
         local.register_hook(lambda dx: dx / divisor)
     # Without the last dimension, tensor parallelism: torch 2.9 redistributes _StridedShard wrongly.
-    held: list[Any] = [*x.placements[: mesh.ndim]]
-    held = [has if has.is_replicate() else Shard(has.dim) for has in held]
-    part = _from_local(local, mesh, held, (end - start, *x.shape[1:]), x.stride())
-    whole = part.redistribute(placements=[Replicate()] * mesh.ndim, forward_dtype=dtype)
-    return whole.to_local(grad_placements=[Partial()] * mesh.ndim)
+    of_data: list[Any] = [*x.placements[: data_mesh.ndim]]
+    of_data = [p if p.is_replicate() else Shard(p.dim) for p in of_data]
+    part = _from_local(local, data_mesh, of_data, (end - start, *x.shape[1:]), x.stride())
+    whole = part.redistribute(placements=[Replicate()] * data_mesh.ndim, forward_dtype=dtype)
+    return whole.to_local(grad_placements=[Partial()] * data_mesh.ndim)
 
 
 class _Waited(torch.autograd.Function):

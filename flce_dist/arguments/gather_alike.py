@@ -61,8 +61,8 @@ def _operator(*inputs):
     return of_all_ranks
 
 
-def _fake_operator(hidden, labels, token_weight, temperature, *others):
-    P = collectives.group_size(torch_private.group_named(others[-1]))
+def _fake_operator(hidden, labels, token_weight, temperature, number, reduction, group_name):
+    P = collectives.group_size(torch_private.group_named(group_name))
     own = [x for x in (labels, token_weight, temperature) if x is not None]
     return [x.new_empty(P * x.numel()) for x in own]
 

@@ -227,18 +227,18 @@ def _hash_of_rows(weight: Tensor) -> str | None:
 
 def _differences(facts: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return each fact that differs between ranks, with its values."""
-    said = {name: [repr(one[name]) for one in facts] for name in facts[0]}
-    return [f"{name} is {_on_ranks(x)}" for name, x in said.items() if len(set(x)) > 1]
+    of_ranks = {name: [repr(of_rank[name]) for of_rank in facts] for name in facts[0]}
+    return [f"{name} is {_on_ranks(x)}" for name, x in of_ranks.items() if len(set(x)) > 1]
 
 
 def _on_ranks(values: Sequence[str]) -> str:
     """Return "A on rank 0 and B on ranks 1, 2" for the values of ranks 0, 1 and 2."""
-    found: dict[str, list[str]] = {}
+    ranks_of: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
-        found.setdefault(value, []).append(str(rank))
+        ranks_of.setdefault(value, []).append(str(rank))
     return " and ".join(
         f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
-        for value, ranks in found.items()
+        for value, ranks in ranks_of.items()
     )
 
 

@@ -33,8 +33,8 @@ def linear_cross_entropy(
         hidden = hidden.transpose(0, 1)
     expected = hidden.shape[:-1]
     # Without ones: a batch of one sequence has its tokens in order anyway.
-    sizes, given = ([n for n in shape if n != 1] for shape in (expected, labels.shape))
-    if given not in (sizes, [expected.numel()]):
+    expected_sizes, sizes = ([n for n in shape if n != 1] for shape in (expected, labels.shape))
+    if sizes not in (expected_sizes, [expected.numel()]):
         raise ValueError(
             f"labels must be {tuple(expected)} from hidden, or flat, got {tuple(labels.shape)}: "
             "hidden [S, B, H] with labels [B, S] needs sequence_first=True"

@@ -83,7 +83,7 @@ class Accumulator(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What a schedule's ``backward`` is request."""
+    """What a schedule's ``backward`` gets."""
 
     call: Call
     operands: Operands | None  # None unless the schedule keeps them

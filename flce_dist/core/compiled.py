@@ -145,15 +145,15 @@ def _fake_forward(*inputs):
     call, operands = _prepare(inputs)
     hidden = inputs[0]
     of_tokens = inputs[2].shape
-    one = ()
+    scalar = ()
 
     def new(shape, dtype=call.stats_dtype):
         return hidden.new_empty(shape, dtype=dtype)
 
-    outputs = [new(of_tokens if call.options.reduction == "none" else one)]
+    outputs = [new(of_tokens if call.options.reduction == "none" else scalar)]
     if call.options.with_metrics:
         outputs += [new(of_tokens), new(of_tokens), new(of_tokens), new(of_tokens, torch.bool)]
-        outputs += [new(one) for _ in range(_metrics(call.options) - 4)]  # of the schedule
+        outputs += [new(scalar) for _ in range(_metrics(call.options) - 4)]  # of the schedule
     if not any(call.needs):
         return outputs
     return outputs + _present(call.schedule.saved_like(call, operands), outputs[0])

@@ -62,7 +62,7 @@ def dlogits(
             yield start, end, cached
             continue
         if buffer is None:
-            widest = max(each.end - each.start for each in windows)
+            widest = max(last - first for first, last, _ in windows)
             buffer = new_window(len(chunk.labels), widest, call.dtype, chunk.labels.device)
         d = part_of(buffer, 0, end - start)
         if cached is not None:

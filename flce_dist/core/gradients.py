@@ -14,7 +14,7 @@ from flce_dist.kernels.rows import formulas as formulas
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
 from flce_dist.parallel import transport
 from flce_dist.parallel.collectives import TokenSum
-from flce_dist.parallel.counted import chosen
+from flce_dist.parallel.counted import at_places
 
 
 def new_dweight(weight: Tensor, dtype: torch.dtype) -> Accumulator:
@@ -51,7 +51,7 @@ def row_gradient(
     upstream = request.upstream
     assert operands is not None
     dloss, *dmetrics = (
-        g if g is None or g.dim() == 0 else chosen(g, operands.places) for g in upstream
+        g if g is None or g.dim() == 0 else at_places(g, operands.places) for g in upstream
     )
     if dloss is None:
         dloss = torch.zeros_like(stats.others)

@@ -15,9 +15,9 @@ class DivergenceFunction(LinearCrossEntropyFunction):
     """The loss, and metrics, which are not differentiable. The teacher gets no gradient."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, call, both, main_grad, weight_ref):
-        """``both`` are the student's operands, which begin with these, and the teacher's."""
-        operands, teacher = both
+    def forward(ctx, hidden, weight, bias, call, models, main_grad, weight_ref):
+        """``models`` are the student's operands, which begin with these, and the teacher's."""
+        operands, teacher = models
         schedule: Any = call.schedule
         with computing_on(operands.hidden):
             loss, metrics, saved = schedule.forward(call, operands, teacher)
@@ -31,5 +31,5 @@ def differentiable(
 ) -> tuple[Tensor, ...]:
     """Return what a call's schedule does, on the graph; ``weight`` is what the caller passed."""
     main_grad = captured(weight, call) if call.accumulates_dweight else None
-    both = (operands, teacher)
-    return DivergenceFunction.apply(*operands[:3], call, both, main_grad, weakref.ref(weight))
+    models = (operands, teacher)
+    return DivergenceFunction.apply(*operands[:3], call, models, main_grad, weakref.ref(weight))

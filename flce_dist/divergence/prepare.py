@@ -29,7 +29,7 @@ from flce_dist.divergence.function import differentiable
 from flce_dist.divergence.pair import Teacher, TeacherOperands
 from flce_dist.kernels.divergence.formulas import Measure
 from flce_dist.parallel import collectives
-from flce_dist.parallel.counted import chosen
+from flce_dist.parallel.counted import at_places
 from flce_dist.parallel.vocab import largest_shard
 
 _IGNORED = -100  # label of ignored tokens from here on; that of others is 0
@@ -110,10 +110,10 @@ def _counted(teachers: TeacherOperands, student: Operands) -> TeacherOperands:
     counted = student.labels != _IGNORED
     inverse = teachers.inverse_temperature
     if inverse is not None:
-        inverse = chosen(inverse, student.places).where(counted, 1.0)
-    for of, x in (("", student.inverse_temperature), ("teacher_", inverse)):
+        inverse = at_places(inverse, student.places).where(counted, 1.0)
+    for owner, x in (("", student.inverse_temperature), ("teacher_", inverse)):
         if x is not None and x.is_cuda:
-            words = f"{of}temperature must be above 0 for each token that counts"
+            words = f"{owner}temperature must be above 0 for each token that counts"
             torch_private.assert_soon((~x.isnan() | ~counted).all(), words)
     if inverse is not None and not inverse.is_cuda:
         with _named_as_the_teachers():
@@ -167,8 +167,8 @@ def _prepared(
         own = replace(arguments.options, vocab_size=call.vocab_size)
         of_tokens = tempered(arguments.temperature, student.labels)
         ordered, _ = settled(arguments._replace(temperature=of_tokens, options=own))
-        teachers_call, of_all = prepare(ordered, [False, False, False])
-    teachers = TeacherOperands(*of_all[:3], of_all.inverse_temperature)
+        teachers_call, flat = prepare(ordered, [False, False, False])
+    teachers = TeacherOperands(*flat[:3], flat.inverse_temperature)
     described = Teacher(
         teachers_call,
         _facts(teachers_call, teachers),

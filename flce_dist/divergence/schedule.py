@@ -22,7 +22,7 @@ from flce_dist.kernels.divergence.formulas import Measure, PairStats
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, new_window
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats, token_dloss
 from flce_dist.parallel.collectives import TokenGather
-from flce_dist.parallel.counted import chosen, put_back
+from flce_dist.parallel.counted import at_places, put_back
 from flce_dist.schedules.in_forward import SavedGradients, times_upstream
 
 
@@ -232,7 +232,7 @@ def _token_factor(
 ) -> Tensor:
     """Return the gradient [T] by each token's value."""
     if dloss is not None and dloss.dim():
-        dloss = chosen(dloss, operands.places)
+        dloss = at_places(dloss, operands.places)
     like = torch.empty(call.T, dtype=call.stats_dtype, device=operands.labels.device)
     labels = operands.labels
     token_weight = operands.token_weight

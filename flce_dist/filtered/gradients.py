@@ -65,9 +65,9 @@ def schedule(eps: float) -> "Filter":
     if not is_number or not 0.0 <= eps < 1.0:
         got = values.shown(eps)
         raise ValueError(f"eps of filtered.schedule must be a float within [0, 1), got {got}")
-    chosen = Filter(float(eps), f"filtered.schedule({float(eps)})")
-    registered(chosen)
-    return chosen
+    unsized = Filter(float(eps), f"filtered.schedule({float(eps)})")
+    registered(unsized)
+    return unsized
 
 
 @dataclass(frozen=True)

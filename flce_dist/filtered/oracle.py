@@ -78,9 +78,9 @@ def filtered_gradients(
     tile = _tile_of_row(V, shard_starts, z.device)
     kept = _kept_tiles(p.where(counted, 0.0), is_label, tile, eps)
     exact = kept[:, tile].repeat_interleave(TILE_T, 0)[: len(labels)]
-    rest = p.where(counted & ~exact, 0.0)
-    mass = _tile_sums(rest, tile)
-    profile = _profile(z, rest[sampled_tokens(g[:, 0] != 0)], tile)
+    approximated = p.where(counted & ~exact, 0.0)
+    mass = _tile_sums(approximated, tile)
+    profile = _profile(z, approximated[sampled_tokens(g[:, 0] != 0)], tile)
     p = p.where(exact, 0.0 if drops else mass[:, tile] * profile)
     at_label = (1 - label_smoothing) * is_label.double()
     lse = z.logsumexp(1, keepdim=True)
@@ -105,12 +105,12 @@ def sampled_tokens(has_gradient: Tensor) -> list[int]:
     return [run[len(run) * ((i + 1) * GOLDEN % 2**32) // 2**32] for i, run in enumerate(runs)]
 
 
-def _profile(z: Tensor, rest: Tensor, tile: Tensor) -> Tensor:
-    """Return [V]: how mass spreads inside each tile, by the sampled tokens' ``rest``.
+def _profile(z: Tensor, of_sample: Tensor, tile: Tensor) -> Tensor:
+    """Return [V]: how mass spreads inside each tile, by probabilities of sampled tokens.
 
     A tile in which they have none is shared equally by the rows that no bias of -inf bans.
     """
-    q = rest.sum(0)
+    q = of_sample.sum(0)
     q = q.where(_tile_sums(q, tile)[tile] > 0, z.isfinite().any(0).to(q))
     return q / _tile_sums(q, tile)[tile].clamp_min(1e-300)
 

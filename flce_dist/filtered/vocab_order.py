@@ -36,8 +36,8 @@ def frequency_order(counts: Tensor, *, padded_vocab_size: int | None = None) -> 
             which tiles lie on one rank. The order itself is of V_all rows: padding stays last.
     """
     if not isinstance(counts, Tensor) or counts.dim() != 1 or not counts.numel():
-        found = tuple(counts.shape) if isinstance(counts, Tensor) else type(counts).__name__
-        raise ValueError(f"counts must be a tensor [V_all], got {found}")
+        got = tuple(counts.shape) if isinstance(counts, Tensor) else type(counts).__name__
+        raise ValueError(f"counts must be a tensor [V_all], got {got}")
     if counts.is_complex() or not (counts >= 0).all():  # nor NaN
         least = counts.dtype if counts.is_complex() else counts.min().item()
         raise ValueError(f"counts must be real numbers of at least 0, got {least}")

@@ -29,8 +29,8 @@ def check_loss(model: nn.Module, **batch: Any) -> LossPair:
 
     Raises ValueError if the model has no plug-in, or the batch no labels.
     """
-    found = [vars(x).get("linear_cross_entropy") for x in model.modules()]
-    plugged: list[Settings] = [settings for settings in found if settings is not None]
+    of_modules = [vars(x).get("linear_cross_entropy") for x in model.modules()]
+    plugged: list[Settings] = [settings for settings in of_modules if settings is not None]
     if not plugged:
         raise ValueError(
             f"model must have the plug-in, got a {type(model).__name__} without; call "
@@ -50,8 +50,8 @@ def check_loss(model: nn.Module, **batch: Any) -> LossPair:
             settings.is_off = True
         own = model(**batch).loss
     finally:
-        for settings, given in zip(plugged, keywords, strict=True):
-            settings.keywords = given
+        for settings, before in zip(plugged, keywords, strict=True):
+            settings.keywords = before
             settings.is_off = False
         for module, mode in modes:
             module.training = mode

@@ -10,7 +10,7 @@ from torch import Tensor
 from flce_dist.parallel.collectives import TokenSum
 
 
-def chosen(x: Tensor, places: Tensor | None) -> Tensor:
+def at_places(x: Tensor, places: Tensor | None) -> Tensor:
     """Return [T, ...] of [T_all, ...]; x itself if all tokens are computed."""
     return x if places is None else x.index_select(0, places)
 

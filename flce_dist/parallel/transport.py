@@ -18,7 +18,7 @@ from flce_dist.parallel.collectives import (
     TokenGather,
     TokenSum,
 )
-from flce_dist.parallel.counted import PutBackAndScattered, SumPutBack, chosen
+from flce_dist.parallel.counted import PutBackAndScattered, SumPutBack, at_places
 from flce_dist.parallel.peers.copies import PeerGather, PeerScatter
 from flce_dist.parallel.peers.driver import PeerDriver, number_of_set_up, refuse_capture
 from flce_dist.parallel.peers.memory import PeerMemory
@@ -27,7 +27,7 @@ from flce_dist.parallel.peers.memory import PeerMemory
 def gather(x: Tensor, group: dist.ProcessGroup | None, places: Tensor | None = None) -> TokenGather:
     """Return the gather of [T / P, H] of every rank into [T, H], or of the tokens at ``places``."""
     if places is not None:
-        gathered = TokenGather(chosen(gather(x, group).wait(), places))
+        gathered = TokenGather(at_places(gather(x, group).wait(), places))
         gathered.owns_tokens = True
         return gathered
     if group is None:
@@ -57,8 +57,8 @@ def token_sum(
         of_chosen = _sum_over_ranks(shape, dtype, device, group, sequence_parallel)
         return SumPutBack(of_chosen, places, T_all)
     share = torch.empty(shape, dtype=dtype, device=device)
-    everyones = T_all, shape[1]
-    new_sum = partial(_sum_over_ranks, everyones, dtype, device, group, sequence_parallel)
+    of_all_tokens = T_all, shape[1]
+    new_sum = partial(_sum_over_ranks, of_all_tokens, dtype, device, group, sequence_parallel)
     return PutBackAndScattered(share, places, new_sum)
 
 
@@ -93,8 +93,8 @@ def memories_of(group: dist.ProcessGroup, device: torch.device) -> PeerMemories 
     if device.type != "cuda":
         return None
     key = (group.group_name, device)
-    known, memories = _memories.get(key, (None, None))
-    if known is not group:  # unknown, or destroyed and its name used again
+    owner, memories = _memories.get(key, (None, None))
+    if owner is not group:  # unknown, or destroyed and its name used again
         refuse_capture(
             torch.cuda.is_current_stream_capturing(),
             "the first call of a group under sequence parallelism",
@@ -114,7 +114,7 @@ def memories_of(group: dist.ProcessGroup, device: torch.device) -> PeerMemories 
 def shared_bytes() -> int:
     """Return the bytes that other GPUs of the host may read, outside PyTorch's allocator."""
     _forget_destroyed()
-    return sum(memory.nbytes for _, both in _memories.values() for memory in both or ())
+    return sum(memory.nbytes for _, pair in _memories.values() for memory in pair or ())
 
 
 def release_shared_memory() -> None:
@@ -125,8 +125,8 @@ def release_shared_memory() -> None:
     hosts wait for each other, and once more in the next call.
     """
     _forget_destroyed()
-    for _, both in _memories.values():
-        for memory in both or ():
+    for _, pair in _memories.values():
+        for memory in pair or ():
             memory.release()
 
 
@@ -151,15 +151,15 @@ def _all_reach_all(group: dist.ProcessGroup, device: torch.device) -> bool:
         and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
         and torch_private.shares_memory()
     )
-    everyones: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, (host, is_willing, gpus[device.index], reaches), group=group)
-    hosts, are_willing, used, reached = zip(*everyones, strict=True)
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, (host, is_willing, gpus[device.index], reaches), group=group)
+    hosts, are_willing, used, reached = zip(*of_ranks, strict=True)
     return (
         all(are_willing)
         and len(set(hosts)) == 1
         and len(set(used)) == len(used)
         # A rank cannot tell about a GPU that is not visible to it; access is then assumed.
-        and all(known.get(gpu, True) for known in reached for gpu in used)
+        and all(access.get(gpu, True) for access in reached for gpu in used)
     )
 
 

@@ -232,9 +232,9 @@ def _lent_windows(column_bytes: int, V: int, wanted: int, row_bytes: int) -> Len
         width = min(wanted - done, _round_down(end - done))
         if not windows:
             # All at once, or as wide as leaves enough rows for the rest.
-            whole = wanted + rows_of(wanted) <= V
-            rest = _round_down(V - rows_of(wanted) - _TILE)
-            width = wanted if whole else max(_FIRST_LENT, rest)
+            fits_at_once = wanted + rows_of(wanted) <= V
+            leaving_rows = _round_down(V - rows_of(wanted) - _TILE)
+            width = wanted if fits_at_once else max(_FIRST_LENT, leaving_rows)
         row = max(end, done + width)
         if row + rows_of(width) > V:
             width = _round_down((V - row - 16) * row_bytes // column_bytes)

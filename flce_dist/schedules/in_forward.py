@@ -84,7 +84,7 @@ class InForward(Sizes):
             return rows, None
 
         stats, losses = self.add_chunks(forward_pass, gradients, of_loss)
-        metrics = [forward_pass.metrics(*of) for of in zip(stats, self.chunks(), strict=True)]
+        metrics = [forward_pass.metrics(*x) for x in zip(stats, self.chunks(), strict=True)]
         loss, of_tokens = forward_pass.finished(losses, metrics)
         dhidden, dweight, dbias = gradients.finished(rounds_dbias=False)
         if dweight is not None:
@@ -211,8 +211,8 @@ def _labels_of_dhidden(call: Call, operands: Operands) -> Tensor:
     labels = operands.labels
     ignore_index = call.options.ignore_index
     if operands.places is not None:
-        everyones = labels.new_full((call.T_all,), ignore_index)
-        labels = everyones.index_copy_(0, operands.places, labels)
+        ignored = labels.new_full((call.T_all,), ignore_index)
+        labels = ignored.index_copy_(0, operands.places, labels)
     return tokens_here(call, labels).clone()  # an operator must not return its inputs
 
 

@@ -206,8 +206,8 @@ class PeerMemory:
         told = self._driver.meet(f"{what} for {self._holds}", in_graph)
         reasons = [reason for reason, _ in told]
         if len(set(reasons)) > 1:
-            each = "; ".join(f"rank {rank} {reason}" for rank, reason in enumerate(reasons))
-            raise RuntimeError(f"ranks disagree on what to do next: {each}")
+            differing = "; ".join(f"rank {rank} {reason}" for rank, reason in enumerate(reasons))
+            raise RuntimeError(f"ranks disagree on what to do next: {differing}")
         of_blocks = zip(*(used for _, used in told), strict=True)
         for block, of_ranks in zip(self._blocks, of_blocks, strict=True):
             block.in_graph = any(of_ranks)
