@@ -113,3 +113,20 @@ def test_the_layer():
         assert relative_rms(mine.logits(part), whole.logits(HIDDEN)) < 1e-6
 
     run_ranks(rank, 2)
+
+
+def test_under_autocast_operands_may_have_two_dtypes() -> None:
+    hidden = torch.randn(B, S, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    labels = torch.arange(B * S).view(B, S)
+
+    def losses(group: dist.ProcessGroup) -> list[float]:
+        weight = torch.eye(16)[: B * S // 2] * (1 + group.rank())
+        options: dict[str, Any] = {"tp_group": group, "sequence_parallel": True, "sequence_dim": 1}
+        part = hidden.chunk(2, dim=1)[group.rank()]
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = linear_cross_entropy(part, weight, labels, **options)
+        cast = linear_cross_entropy(part, weight.bfloat16(), labels, **options)
+        return [mixed.item(), cast.item()]
+
+    for mixed, cast in run_ranks(losses, 2):
+        assert mixed == cast

@@ -121,7 +121,7 @@ def settled(
 
     ``last_columns`` are those of the weight that alone are trained, if so.
     """
-    arguments = in_autocast_dtype(sequence_first(arguments))
+    arguments = sequence_first(in_autocast_dtype(arguments))
     trained = arguments.weight if last_columns is None else last_columns
     operands = (arguments.hidden, trained, arguments.bias)
     is_on = torch.is_grad_enabled()
