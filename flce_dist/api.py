@@ -264,5 +264,6 @@ def _prepared_alike(
     with refusals_told(function, arguments.tp_group, arguments.hidden):
         ordered, needs = settled(arguments, last_columns)
         call, operands = prepare(ordered, needs, last_columns=last_columns)
-    check_alike(function, call, operands)
+    columns = 0 if low_rank is None else low_rank[1].shape[1]
+    check_alike(function, call, operands, low_rank_columns=columns)
     return ordered, call, operands

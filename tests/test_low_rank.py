@@ -317,4 +317,26 @@ def test_ranks_that_train_other_columns_are_named(monkeypatch: pytest.MonkeyPatc
         return str(error.value)
 
     (said,) = set(run_ranks(rank, 2))
-    assert said.startswith(BEGINS) and "columns of weight that are trained is 8 on rank 0" in said
+    assert said.startswith(f"{BEGINS}columns of low_rank is {R} on rank 0 and {R - 1} on rank 1")
+    assert "hidden.shape" not in said
+
+
+@pytest.mark.parametrize("tokens, options, complaint", [
+    (T - 1, {}, rf"^labels must be \({T},\) from hidden \({T}, {H}\), got \({T - 1},\)"),
+    (T, {"sequence_parallel": True},
+     rf"^labels must be \({2 * T},\) from hidden \({T}, {H}\) for the tokens of all 2 ranks"),
+    (T, {"sequence_parallel": True, "sequence_dim": 1},
+     rf"^hidden must be \[B, S / P, ..., H\] .*, got \({T}, {H}\)"),
+])  # fmt: skip
+def test_complaints_name_the_shapes_of_the_caller(
+    tokens: int, options: dict[str, Any], complaint: str
+) -> None:
+    def rank(group: dist.ProcessGroup) -> None:
+        hidden, low_rank = torch.zeros(T, H), (torch.zeros(T, R), torch.zeros(V, R))
+        labels = torch.arange(tokens)
+        with pytest.raises(ValueError, match=complaint):
+            linear_cross_entropy(
+                hidden, torch.zeros(V, H), labels, low_rank=low_rank, tp_group=group, **options
+            )
+
+    run_ranks(rank, 2)

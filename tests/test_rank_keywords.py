@@ -77,7 +77,7 @@ _GROUPS = {"tp_group", "data_group"}
 _TENSORS = {"hidden", "weight", "ids", "teacher_hidden", "teacher_weight"}
 # What an error says where that is not the keyword's own name.
 _SAID = {
-    "low_rank": "hidden.shape is [12, 8]",
+    "low_rank": "columns of low_rank is ",
     "max_counted": "plan is",
     "over": "plan is 'OverVocabulary",
     "sequence_parallel": "from hidden (12, 8)",

@@ -10,7 +10,12 @@ from torch.distributed.tensor import DTensor
 from flce_dist.arguments import values
 from flce_dist.arguments.check_tensors import FLOATS, check_one_dtype, check_shapes, check_tensor
 from flce_dist.arguments.options import LossOptions
-from flce_dist.arguments.passed import Arguments, dtype_in_autocast
+from flce_dist.arguments.passed import (
+    Arguments,
+    check_passed,
+    dtype_in_autocast,
+    in_autocast_dtype,
+)
 
 
 def with_low_rank(
@@ -20,12 +25,12 @@ def with_low_rank(
 
     And these columns of the weight, if they are trained and the others are not.
     """
+    arguments = in_autocast_dtype(arguments)
+    check_passed(arguments)  # before columns are added, so that complaints name the caller's
     hidden = arguments.hidden
     weight = arguments.weight
     check_pair(low_rank, hidden, weight, arguments.options)
-    hidden, weight, x, b = (
-        y.to(dtype_in_autocast(y, hidden.device.type)) for y in (hidden, weight, *low_rank)
-    )
+    x, b = (y.to(dtype_in_autocast(y, hidden.device.type)) for y in low_rank)
     check_factors(x, b, hidden, weight)
     is_trained = torch.is_grad_enabled() and b.requires_grad and not weight.requires_grad
     columns = b.detach() if is_trained else b

@@ -49,13 +49,19 @@ class _Message(NamedTuple):
 
 
 def check_alike(
-    function: str, call: Call, operands: Operands, **more_values: Tensor | None
+    function: str,
+    call: Call,
+    operands: Operands,
+    *,
+    low_rank_columns: int = 0,
+    **more_values: Tensor | None,
 ) -> None:
     """Compare a function's first call with a group over its ranks; their hosts wait.
 
     Compared are sizes, dtypes, options, which operands there are and which need a gradient; then
     whether the ranks' rows of the vocabulary meet; then the values of labels (or ids), token_weight
-    and temperature, and ``more_values``; then the plan. Not in a capture, and not if all ranks have
+    and temperature, and ``more_values``; then the plan. The last ``low_rank_columns`` of hidden and
+    weight are not the caller's own. Not in a capture, and not if all ranks have
     ``FLCE_DIST_CHECK_RANKS=0``. What was refused is compared again at the next call.
 
     Raises:
@@ -65,7 +71,7 @@ def check_alike(
     group = call.tp_group
     if group is None or not _is_first(function, group, operands.hidden):
         return
-    summary = _summary(call, operands)
+    summary = _summary(call, operands, low_rank_columns)
     summary["values"] |= {f"hash of {name}": _hash(x) for name, x in more_values.items()}
     facts = _facts_of_all(function, summary, group, operands.hidden)
     arguments, rows, values, plans, weights = zip(*(x.values() for x in facts), strict=True)
@@ -174,19 +180,21 @@ def _raise(differences: Sequence[str]) -> None:
     raise ValueError(f"ranks must call alike: {text}" + (f"; {hint}" if hint else ""))
 
 
-def _summary(call: Call, operands: Operands) -> dict[str, Any]:
+def _summary(call: Call, operands: Operands, low_rank_columns: int) -> dict[str, Any]:
     """Return this rank's facts about the call."""
     hidden, weight, bias, labels, token_weight, _, inverse, offsets, *_ = operands
     options = call.options
     start = call.vocab_start_index
+    T, columns = hidden.shape
     largest = int(labels.amax()) if labels.numel() else -1
     return {
         "arguments": {
-            "hidden.shape": list(hidden.shape),
+            "hidden.shape": [T, columns - low_rank_columns],
             "tokens": call.T_all,
             "dtype": str(call.dtype),
             "bias given": bias is not None,
-            "columns of weight that are trained": operands.trained.shape[1],
+            "columns of low_rank": low_rank_columns,
+            "low_rank trained alone": operands.last_columns is not None,
             "token_weight given": token_weight is not None,
             "temperature given": inverse is not None,
             **{f"{name}.requires_grad": x for name, x in call.needs._asdict().items()},

@@ -131,7 +131,8 @@ def _present(tensors: Any, like: Tensor) -> list[Tensor]:
 
 def _forward(*inputs):
     call, operands = _prepare(inputs)
-    check_alike("linear_cross_entropy", call, operands)
+    columns = 0 if operands.last_columns is None else operands.last_columns.shape[1]
+    check_alike("linear_cross_entropy", call, operands, low_rank_columns=columns)
     operands = counted_operands(call, operands)
     needs = inputs[-1]
     shape = inputs[2].shape
