@@ -74,7 +74,8 @@ def linear_divergence(
         hidden: [..., H] the student's hidden states, as for ``linear_cross_entropy``.
         weight: [V, H], likewise; this rank's rows of the student's vocabulary.
         teacher_hidden: [..., H'] of the same tokens, split over ranks as hidden is; of any of the
-            dtypes. The teacher's tensors get no gradient.
+            dtypes. The teacher's tensors get no gradient. Their logits are fp32, and fp64 only for
+            an fp64 teacher: beside another one an fp64 student has the accuracy of fp32.
         teacher_weight: [V', H'], the teacher's rows of the same ids as this rank's rows of weight,
             in the dtype of teacher_hidden. ``teacher_shard`` makes it of a teacher that is cut
             differently, once. Further rows are padding, where ``vocab_size`` is given.
