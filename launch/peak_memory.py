@@ -34,8 +34,9 @@ def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
             loss_fn(hidden, weight, labels).backward()
         print(peak.bytes)
 
-    On CPU it counts the calling thread, where autograd also runs a CPU backward, but not memory
-    that NumPy or oneDNN allocate themselves. Tensors made before the block must outlive it.
+    On CPU it counts the calling thread, where autograd also runs a CPU backward, and copies that
+    gloo's threads make for it, which live until other ranks arrive; but not memory that NumPy or
+    oneDNN allocate themselves. Tensors made before the block must outlive it.
 
     Raises:
         RuntimeError: if two blocks on CPU overlap in one process, nested or in threads.

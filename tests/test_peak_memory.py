@@ -5,6 +5,7 @@ On small problems, with temporaries and slices as small by comparison as those o
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from flce_dist import linear_cross_entropy
 from flce_dist.kernels import gemm
 from flce_dist.kernels.logits import eager as eager_logits
 from flce_dist.launch.peak_memory import peak_memory
+from flce_dist.parallel.collectives import CollectiveGather
 from flce_dist.schedules.choose import plan
 from tests.problems import each_dtype, each_schedule
 
@@ -102,19 +104,30 @@ def backward_bytes(group: dist.ProcessGroup, T: int, V: int, H: int, **options: 
     labels = torch.randint(V, (T,), generator=torch.Generator().manual_seed(0))
     options = {"tp_group": group, "sequence_parallel": True, **options}
     loss = linear_cross_entropy(hidden, weight, labels, **options)
-    with peak_memory("cpu") as peak:
+    begin = CollectiveGather.start
+
+    def start(gather: CollectiveGather) -> None:
+        begin(gather)
+        assert gather._work is not None
+        gather._work.wait()
+
+    with mock.patch.object(CollectiveGather, "start", start), peak_memory("cpu") as peak:
         loss.backward()
     return peak.bytes
 
 
-@pytest.mark.parametrize(("options", "window", "halves", "slices"), [
-    ({"schedule": "recompute", "max_logits_bytes": 4096 * 256 * 4}, 256, 9, 0),
-    ({"schedule": "cached"}, 0, 7, 2),
+@pytest.mark.parametrize(("options", "window", "slices"), [
+    ({"schedule": "recompute", "max_logits_bytes": 4096 * 256 * 4}, 256, 1),
+    ({"schedule": "cached"}, 0, 2),
 ])  # fmt: skip
-def test_gathered_hidden_is_not_copied(pools, options, window, halves, slices):
-    """Of [T, H]: hidden, dhidden, gloo's own copy, half of it in the end, and the accumulator."""
+def test_gathered_hidden_is_not_copied(pools, options, window, slices):
+    """Of [T, H]: hidden, dhidden, and the accumulator or in the end gloo's own copy and a half.
+
+    A gather is awaited where it starts: a thread of gloo's holds a copy until the other rank has
+    arrived, however late, and that counts as the op's.
+    """
     T, V, H = 4096, 600, 512
-    limit = halves * T * H * 4 // 2 + T * window * 4 + V * H * 4 + slices * SLICE + MIB
+    limit = 7 * T * H * 4 // 2 + T * window * 4 + V * H * 4 + slices * SLICE + MIB
     assert max(pools[2].run(backward_bytes, T, V, H, **options)) <= limit
 
 
