@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -110,6 +111,15 @@ def check(inputs: Inputs, trained: str, impl: str, **options: Any) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_gradients(name: str, dtype: torch.dtype, impl: str) -> None:
     check(inputs_of(dtype), "hidden x b bias", impl, **OPTIONS[name])
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_smoothing_that_cancels_probabilities(dtype: torch.dtype, impl: str) -> None:
+    inputs = inputs_of()
+    assert inputs.bias is not None
+    near_0 = replace(inputs, weight=inputs.weight / 40, bias=inputs.bias / 40).to(dtype)
+    check(near_0, "hidden x b bias", impl, label_smoothing=1.0)
 
 
 @both

@@ -26,7 +26,7 @@ def check_options(options: LossOptions) -> LossOptions:
             "reduce_in_fp32=True sums dhidden over ranks in fp32, but reduce_dhidden=False leaves "
             "the sum over ranks to the caller; drop one of the two"
         )
-    if options.schedule in ("cached", "in_forward") and options.smoothing_needs_logits:
+    if options.schedule in ("cached", "in_forward") and options.smoothing_is_capped:
         raise NotImplementedError(
             f"schedule='{options.schedule}' keeps exponentials, but label_smoothing with softcap "
             "needs the logits; use schedule='recompute'"

@@ -82,6 +82,7 @@ def planned(
     itemsize = weight.element_size()
     width = H if width is None else width
     is_uneven = options.vocab_range is not None
+    vocab_size = V * P if options.vocab_size is None else options.vocab_size
     V = largest_shard(V, vocab_size=options.vocab_size, is_uneven=is_uneven, P=P)
     # A plan of torch.compile's symbolic sizes only gives the fakes their shapes; the operators
     # plan again with real sizes. So it lends no memory.
@@ -99,13 +100,14 @@ def planned(
     dweight_row_bytes = (0, 0)
     if is_concrete and needs[1]:
         dweight_row_bytes = (width * itemsize, width * max(4, itemsize))
+    cancels = options.smoothing_cancels(hidden.dtype, vocab_size)
     schedule: Schedule = plan(
         T=T,
         V=V,
         itemsize=max(2, hidden.element_size()),
         schedule=name if any(needs) else "recompute",
         max_logits_bytes=options.max_logits_bytes,
-        expressible=not options.smoothing_needs_logits,
+        expressible=not (options.smoothing_is_capped or cancels),
         converts=converts or hidden.dtype == torch.float16,
         dweight_row_bytes=dweight_row_bytes,
         reduces=auto_in_forward and options.reduction != "none" and not options.with_metrics,

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, Union
 
+import torch
+
 from flce_dist.torch_private import constant_in_graphs
 
 Reduction = Literal["none", "sum", "mean"]
@@ -63,9 +65,21 @@ class LossOptions:
         return self.skip_ignored or self.max_counted is not None
 
     @property
-    def smoothing_needs_logits(self) -> bool:
-        """Whether backward needs the logits for smoothing, whose gradient a softcap scales."""
+    def smoothing_is_capped(self) -> bool:
+        """Whether a softcap scales the gradient of smoothing, in each column by another factor."""
         return self.label_smoothing != 0.0 and self.softcap is not None
+
+    def smoothing_cancels(self, dtype: torch.dtype, vocab_size: int) -> bool:
+        """Whether D is to hold differences of probabilities and targets, rounded to 16 bits once.
+
+        V equal probabilities have the norm ``1 / sqrt(V)``. The uniform targets cancel nearly all
+        of it, so the rounding of probabilities shows where the labels' own share of the targets is
+        smaller. Schedules that keep exponentials cannot help it.
+        """
+        is_rounded = dtype.itemsize == 2 and self.label_smoothing != 0.0
+        computes_logits = self.schedule in ("auto", "recompute")
+        label_share = 1 - self.label_smoothing
+        return is_rounded and computes_logits and label_share**2 * vocab_size < 1
 
 
 KEYWORDS = tuple(field.name for field in fields(LossOptions) if field.name != "with_metrics")

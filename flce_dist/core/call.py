@@ -218,7 +218,10 @@ class Call:
 
     @cached_property
     def smoothing_needs_logits(self) -> bool:
-        return self.options.smoothing_needs_logits
+        """Whether D of smoothing is computed with the logits, not beside them as ``uniform``."""
+        options = self.options
+        cancels = options.smoothing_cancels(self.dtype, self.vocab_size)
+        return cancels or options.smoothing_is_capped
 
     def is_expressible(self, upstream: Upstream) -> bool:
         """Whether dlogits are ``scale * D + uniform``, with the D that forward may have cached."""

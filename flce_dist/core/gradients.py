@@ -64,7 +64,14 @@ def row_gradient(
         )
     token_dloss = formulas.token_dloss(stats.others, *of_loss)
     return formulas.row_gradient_with_metrics(
-        stats, token_dloss, dmetrics, entropy, terms, inverse, balances=from_lse
+        stats,
+        token_dloss,
+        dmetrics,
+        entropy,
+        terms,
+        inverse,
+        balances=from_lse,
+        smooths_in_d=call.smoothing_needs_logits,
     )
 
 

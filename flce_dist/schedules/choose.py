@@ -51,7 +51,8 @@ def plan(
             memory can hold, else chunks of them that fit; without a budget what ``auto`` would.
         max_logits_bytes: bound on cache plus window, per rank. 256 columns or tokens are taken even
             where they exceed it.
-        expressible: whether cached exponentials express the gradient; if not, ``auto`` recomputes.
+        expressible: whether cached exponentials express the gradient, and as accurately as the
+            operands' dtype; if not, ``auto`` recomputes.
         converts: whether cached columns pass through a window of the operands' dtype (fp16).
         dweight_row_bytes: bytes of one row of dweight in in_forward, rounded at once and
             accumulating over chunks; 0 if it lends none.

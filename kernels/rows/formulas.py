@@ -237,7 +237,7 @@ def row_gradient(
 
 def row_gradient_with_metrics(
     stats: TokenStats, dloss: Tensor, dmetrics: Sequence[Tensor | None], entropy: Tensor | None,
-    terms: LossTerms, inverse_temperature: Tensor | None, *, balances: bool,
+    terms: LossTerms, inverse_temperature: Tensor | None, *, balances: bool, smooths_in_d: bool,
 ) -> RowGradient:  # fmt: skip
     """Split the gradient of loss and metrics, where a row of ``dz`` has no common factor.
 
@@ -248,7 +248,8 @@ def row_gradient_with_metrics(
 
         d lse = p_v    d logprob = [v = label] - p_v    d entropy = -p_v * (z_v - lse + entropy)
 
-    b is that of the entropy, u of smoothing with a softcap, which is not the same in each column.
+    b is that of the entropy, u of smoothing if ``smooths_in_d``: with a softcap it is not the same
+    in each column, and where it cancels probabilities the difference is rounded, not these.
     """
     zero = torch.zeros_like(dloss)
     dlse, dlogprob, dentropy = (zero if g is None else g for g in dmetrics)
@@ -262,7 +263,7 @@ def row_gradient_with_metrics(
     if inverse_temperature is not None:
         slope = slope * inverse_temperature
     uniform = -terms.label_smoothing / terms.vocab_size * dloss
-    in_d = uniform if terms.label_smoothing and terms.softcap is not None else zero
+    in_d = uniform if smooths_in_d else zero
     value = (
         -others * (dloss * w - dlogprob)
         + dloss * (2 * terms.z_loss_weight * lse + terms.label_smoothing)

@@ -69,7 +69,7 @@ def row_gradient(
     """Split the gradient of ``sum_t dloss[t] * token_weight[t] * loss[t] / norm``; None is 1.
 
     dloss is [T] or a scalar. D is relative to the reference of stats, or to lse if ``from_lse``.
-    A softcap with smoothing needs ``row_gradient_with_metrics`` instead.
+    Smoothing inside D needs ``row_gradient_with_metrics`` instead.
     """
     (T,) = labels.shape
     scale, label_value = torch.empty_like(stats.others), torch.empty_like(stats.others)
