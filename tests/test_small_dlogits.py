@@ -1,5 +1,6 @@
-"""Where D is a difference of nearly equal numbers: what rounding to 16 bits costs."""
+"""Where D is a difference of nearly equal numbers, or of few: what rounding to 16 bits costs."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,6 +87,8 @@ def test_kept_exponentials_are_rounded_before_they_cancel(schedule: str) -> None
     (torch.bfloat16, 128256, 0.99, "in_forward"),
     (torch.bfloat16, 128256, 0.999, "recompute"),
     (torch.float32, 100, 1.0, "cached"),
+    (torch.float16, 32, 0.0, "recompute"),
+    (torch.float16, 33, 0.0, "cached"),
     (torch.bfloat16, 2, 0.0, "cached"),
 ])  # fmt: skip
 def test_auto_recomputes_only_where_rounding_shows(
@@ -93,3 +96,33 @@ def test_auto_recomputes_only_where_rounding_shows(
 ) -> None:
     shapes = ((8192, 4096), (V, 4096), (8192,))
     assert plan(*shapes, dtype=dtype, label_smoothing=smoothing).schedule == computed
+
+
+def of_few_entries(V: int, tokens: int, seed: int) -> Inputs:
+    """In fp16; rows of the weight share a vector, of which errors of D's sum become multiples."""
+    inputs = make_inputs(tokens, V, H, torch.float16, seed=seed, spread=0.5, ignored=0.0)
+    shared = torch.randn(H, generator=torch.Generator().manual_seed(seed)) / H**0.5
+    return replace(inputs, weight=inputs.weight + 2 * shared.half())
+
+
+@both
+@pytest.mark.parametrize("V", [2, 3, 4])
+def test_few_entries_in_fp16(impl: str, V: int) -> None:
+    for seed in range(6):
+        check(of_few_entries(V, 3 + 4 * seed, seed), impl=impl, reduction="sum")
+        budget = dhidden_of_a_frozen_head(of_few_entries(V, 3, seed), impl)
+        assert budget.met, budget
+
+
+@both
+@pytest.mark.parametrize("schedule", ["cached", "in_forward"])
+def test_kept_exponentials_of_fp16_have_the_accuracy_of_bf16(impl: str, schedule: str) -> None:
+    for V in (2, 3, 4):
+        inputs = make_inputs(7, V, H, torch.float16, seed=V, spread=0.5, ignored=0.0)
+        options = {"schedule": schedule, "reduction": "sum"}
+        actual = problems.run_op(inputs, Upstream(), impl=impl, **options)
+        truth = problems.run_reference(inputs.to(torch.float64), Upstream(), **options)
+        eager = problems.run_reference(inputs, Upstream(), **options)
+        for name in ("dhidden", "dweight"):
+            budget = error_budget(actual[name], truth[name], eager[name], dtype=torch.bfloat16)
+            assert budget.met, f"{name}: {budget}"

@@ -12,7 +12,7 @@ from flce_dist.core.call import Call, Needs, Schedule
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import largest_shard, real_rows
-from flce_dist.schedules.choose import plan
+from flce_dist.schedules.choose import FEW_COLUMNS, plan
 
 
 def new_call(
@@ -101,13 +101,14 @@ def planned(
     if is_concrete and needs[1]:
         dweight_row_bytes = (width * itemsize, width * max(4, itemsize))
     cancels = options.smoothing_cancels(hidden.dtype, vocab_size)
+    few_in_fp16 = hidden.dtype == torch.float16 and vocab_size <= FEW_COLUMNS
     schedule: Schedule = plan(
         T=T,
         V=V,
         itemsize=max(2, hidden.element_size()),
         schedule=name if any(needs) else "recompute",
         max_logits_bytes=options.max_logits_bytes,
-        expressible=not (options.smoothing_is_capped or cancels),
+        expressible=not (options.smoothing_is_capped or cancels or few_in_fp16),
         converts=converts or hidden.dtype == torch.float16,
         dweight_row_bytes=dweight_row_bytes,
         reduces=auto_in_forward and options.reduction != "none" and not options.with_metrics,

@@ -16,6 +16,10 @@ DEFAULT_LOGITS_BYTES = 1 << 30
 FROZEN_LOGITS_BYTES = 1 << 28
 """The same where hidden alone needs a gradient: chunks add to no dweight, so many cost nothing."""
 
+FEW_COLUMNS = 32
+"""Vocabulary entries up to which fp16's ``auto`` caches nothing: a cache of exponentials is bf16,
+whose rounding does not average out over so few. To compute their logits again costs little."""
+
 _MANY_TOKENS = 16384  # tokens up to which auto, given no budget, takes all at once
 _WINDOW_BYTES = 264 << 20  # 16,896 columns of 8192 tokens in bf16
 _MIN_WINDOW = 4096
