@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from flce_dist import linear_cross_entropy
 from flce_dist.schedules import choose
 from flce_dist.testing import error_budget
 from tests import problems, score_problem
@@ -85,6 +86,35 @@ def test_loss(impl: str, size: str, name: str, schedule: str) -> None:
     truth = problems.run_reference(inputs.to(torch.float64), Upstream(1.0), **options)
     actual = problems.run_op(inputs, Upstream(g), impl=impl, schedule=schedule, **options)
     assert_accurate(name, actual, truth, eager, g)
+
+
+@both
+@pytest.mark.parametrize("frozen, reduction", [
+    (False, "sum"), (False, "mean"), (True, "sum"), (True, "mean"), (True, "none"),
+])  # fmt: skip
+def test_a_loss_scale_that_arrives_after_in_forward(
+    impl: str, reduction: str, frozen: bool
+) -> None:
+    """dhidden is as small as the weights until then."""
+    inputs = scaled(make_inputs(24, 150, 32, torch.float16, spread=0.05), "dhidden", 2.0**-11)
+    loss_scale = torch.tensor(2.0**13)
+
+    def dhidden(call: Any, of: Inputs, **options: Any) -> torch.Tensor:
+        hidden = of.hidden.clone().requires_grad_()
+        weight = of.weight.clone().requires_grad_(not frozen)
+        loss = call(hidden, weight, of.labels, reduction=reduction, **options)
+        loss.backward(loss_scale.to(loss).expand_as(loss))
+        assert hidden.grad is not None
+        return hidden.grad.cpu()
+
+    def textbook(*args: Any, **options: Any) -> torch.Tensor:
+        return problems.reference_linear_cross_entropy(*args, **options)[0]
+
+    there = inputs.to(problems.device_of(impl))
+    actual = dhidden(linear_cross_entropy, there, schedule="in_forward", impl=impl)
+    truth, eager = (dhidden(textbook, x) for x in (inputs.to(torch.float64), inputs))
+    budget = error_budget(actual, truth, eager)
+    assert budget.met, budget
 
 
 @both

@@ -23,9 +23,11 @@ def new_dweight(weight: Tensor, dtype: torch.dtype) -> Accumulator:
     return Accumulator(out, False)
 
 
-def new_dhidden(call: Call, weight: Tensor, places: Tensor | None = None) -> TokenSum:
+def new_dhidden(
+    call: Call, weight: Tensor, places: Tensor | None = None, *, in_fp32: bool = False
+) -> TokenSum:
     """Return the sum of dhidden over ranks, with a buffer for this rank's share [T, H]."""
-    in_fp32 = call.options.reduce_in_fp32 and call.reduces_dhidden
+    in_fp32 = in_fp32 or (call.options.reduce_in_fp32 and call.reduces_dhidden)
     return transport.token_sum(
         (call.T, weight.shape[1]),
         call.stats_dtype if in_fp32 else call.dtype,
@@ -80,15 +82,25 @@ class Gradients:
 
     dweight, the accumulator's, is of all columns of weight or its last ones, and sums several
     chunks only in the accumulation dtype. Rows beyond V become 0, or stay if it ``accumulates``.
-    dbias and ``acc``, a chunk's dhidden [T, H], are in the dtype of statistics.
+    dbias and ``acc``, a chunk's dhidden [T, H], are in the dtype of statistics. So is dhidden in
+    fp16 if it ``precedes`` the upstream gradient, a loss scale: it may be below fp16's range.
     """
 
-    def __init__(self, call: Call, operands: Operands, accumulator: Accumulator | None):
+    def __init__(
+        self,
+        call: Call,
+        operands: Operands,
+        accumulator: Accumulator | None,
+        *,
+        precedes: bool = False,
+    ):
         self.call = call
         self.weight = operands.weight
+        self.keeps_fp32 = precedes and call.dtype == torch.float16
         self.dhidden: TokenSum | None = None
         if call.needs.hidden:
-            self.dhidden = new_dhidden(call, self.weight, operands.places)
+            places = operands.places
+            self.dhidden = new_dhidden(call, self.weight, places, in_fp32=self.keeps_fp32)
         self.dweight: Tensor | None
         self.dweight, self.accumulates = accumulator or (None, False)
         if self.dweight is not None and not self.accumulates and call.V < len(self.weight):
@@ -151,6 +163,9 @@ class Gradients:
         if self.dhidden is None:
             return None
         share = rows_of(self.dhidden.tokens, *chunk.tokens)
+        if self.keeps_fp32 and not self.call.reduces_dhidden:
+            self.acc = share
+            return None
         self.acc = torch.empty_like(share, dtype=self.call.stats_dtype)
         return None if self.call.reduces_dhidden else share
 
@@ -176,7 +191,9 @@ class Gradients:
 
     def finished(self, *, rounds_dbias: bool = True) -> Results:
         """Return the results; dhidden is summed over ranks, of this rank's tokens."""
-        dhidden = None if self.dhidden is None else self.dhidden.wait().to(self.call.dtype)
+        dhidden = None if self.dhidden is None else self.dhidden.wait()
+        if dhidden is not None and not self.keeps_fp32:
+            dhidden = dhidden.to(self.call.dtype)
         dbias = self.dbias
         if dbias is not None and rounds_dbias:
             dbias = dbias.to(self.call.dtype)

@@ -78,7 +78,7 @@ class DivergenceInForward(Divergence):
         accumulator = None
         if call.needs.weight:
             accumulator = new_dweight(operands.weight, self.dweight_dtype)
-        gradients = Gradients(call, operands, accumulator)
+        gradients = Gradients(call, operands, accumulator, precedes=True)
         slope, scale = _factors(call, operands, early_norm, None)
         for tokens in ranges(0, self.T, self.group_t):
             d = _new_d(call, tokens, slope.device)

@@ -25,7 +25,7 @@ Factors = Callable[[TokenStats, ShardLogits, tuple[int, int]], tuple[RowGradient
 
 class SavedGradients(NamedTuple):
     norm: Tensor | None  # of a mean in fp16, a scalar: the gradients are those of the sum
-    dhidden: Tensor | None
+    dhidden: Tensor | None  # in fp32 for fp16, as dweight
     dweight: Tensor | None
     dbias: Tensor | None  # in the dtype of statistics
     labels: Tensor | None  # of dhidden's tokens, if each has an upstream gradient of its own
@@ -65,7 +65,7 @@ class InForward(Sizes):
         if call.needs.weight:
             dtype = call.dtype if rounds_once else call.stats_dtype
             accumulator = new_dweight(operands.trained, dtype)
-        gradients = Gradients(call, operands, accumulator)
+        gradients = Gradients(call, operands, accumulator, precedes=True)
 
         def of_loss(
             stats: TokenStats, logits: ShardLogits, tokens: tuple[int, int]
@@ -136,7 +136,7 @@ class InForward(Sizes):
         late_norm = call.options.reduction == "mean" and call.is_from_lse
         return SavedGradients(
             hidden.new_empty((), dtype=call.stats_dtype) if late_norm else None,
-            new(hidden, call.dtype, call.needs.hidden),
+            new(hidden, _saved_dtype(call.dtype), call.needs.hidden),
             new(operands.trained, _saved_dtype(call.dtype), call.needs.weight),
             new(bias, call.stats_dtype, call.needs.bias),
             hidden.new_empty(hidden.shape[0], dtype=labels.dtype)
@@ -223,7 +223,8 @@ def _times_each(request: Backward, dhidden: Tensor | None, labels: Tensor) -> Te
     if dhidden is None or dloss is None:
         return None
     dloss = tokens_here(call, dloss).to(call.stats_dtype).contiguous()
-    out = dhidden if request.is_last else torch.empty_like(dhidden)
+    in_place = request.is_last and dhidden.dtype == call.dtype
+    out = dhidden if in_place else torch.empty_like(dhidden, dtype=call.dtype)
     ignore_index = call.options.ignore_index
     call.kernels.scale_rows(dhidden, dloss, labels, ignore_index=ignore_index, out=out)
     return out
@@ -239,5 +240,7 @@ def tokens_here(call: Call, x: Tensor) -> Tensor:
 
 
 def _saved_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which dweight is saved: the sum over tokens may exceed fp16's range."""
+    """Return the dtype in which gradients are saved: before the upstream gradient arrives they may
+    be beyond fp16's range, or below it.
+    """
     return torch.float32 if dtype == torch.float16 else dtype
