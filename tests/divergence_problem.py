@@ -136,9 +136,10 @@ def run_op(given: Pair, impl: str, **options: Any) -> Outcome:
     return Outcome({name: x.cpu() for name, x in results.items()})
 
 
-def run_reference(given: Pair) -> Outcome:
+def run_reference(given: Pair, upstream: Tensor | None = None) -> Outcome:
     options = {name: x for name, x in given.options.items() if name not in _OURS}
-    return run(reference_linear_divergence, replace(given, options=options), upstream_of(given))
+    upstream = upstream_of(given) if upstream is None else upstream
+    return run(reference_linear_divergence, replace(given, options=options), upstream)
 
 
 def compare(actual: Results, given: Pair) -> None:

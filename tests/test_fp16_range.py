@@ -12,7 +12,7 @@ import torch
 from flce_dist import linear_cross_entropy
 from flce_dist.schedules import choose
 from flce_dist.testing import error_budget
-from tests import problems, score_problem
+from tests import divergence_problem, problems, score_problem
 from tests.outcomes import Results
 from tests.problems import Inputs, Upstream, both, make_inputs, metric_upstream
 
@@ -86,6 +86,27 @@ def test_loss(impl: str, size: str, name: str, schedule: str) -> None:
     truth = problems.run_reference(inputs.to(torch.float64), Upstream(1.0), **options)
     actual = problems.run_op(inputs, Upstream(g), impl=impl, schedule=schedule, **options)
     assert_accurate(name, actual, truth, eager, g)
+
+
+@both
+@pytest.mark.parametrize("schedule", ["recompute", "cached", "in_forward"])
+@divergence_problem.each_kind
+def test_divergences(impl: str, kind: str, schedule: str) -> None:
+    """Of a large student with nearly equal probabilities and a small factor of its logits."""
+    of_logits = 2.0**-10
+    given = divergence_problem.problem(
+        torch.float16, spread=0.05, bias=False,
+        kind=kind, schedule=schedule, reduction="sum", logit_scale=of_logits,
+    )  # fmt: skip
+    given = replace(given, weight=given.weight / of_logits)
+    loss_scale = torch.tensor(2.0**10)
+    actual = divergence_problem.run_op(given, impl, upstream=loss_scale)
+    truth, eager = (
+        divergence_problem.run_reference(x, loss_scale) for x in (given.to(torch.float64), given)
+    )
+    for name in GRADIENTS:
+        budget = error_budget(actual[name], truth[name], eager[name])
+        assert budget.met, f"{name}: {budget}"
 
 
 @both

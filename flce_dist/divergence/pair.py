@@ -15,6 +15,7 @@ from flce_dist.kernels.divergence import formulas
 from flce_dist.kernels.divergence.formulas import Measure, PairMetrics, PairStats
 from flce_dist.kernels.divergence.interface import pair_kernels_of
 from flce_dist.kernels.logits.operands import new_window, rows_of
+from flce_dist.kernels.rows.formulas import power_of_two
 from flce_dist.parallel.collectives import gather_tokens, group_size
 
 
@@ -105,24 +106,36 @@ class Pair:
         self.stats: list[PairStats] = []
         self.metrics: list[PairMetrics] = []
 
-    def compare(self, tokens: tuple[int, int], slope: Tensor | None, d: Tensor | None) -> None:
-        """Take statistics of the next tokens; write D, ``slope`` [T] included, to d [N, V]."""
+    def take_statistics(self, tokens: tuple[int, int]) -> None:
+        """Take statistics of the next tokens."""
+        for first, last in ranges(*tokens, self.chunk_t):
+            rows = self._logits(first, last)
+            self.stats.append(self._compared(first, last, rows))
+
+    def compare(self, tokens: tuple[int, int], slope: Tensor, d: Tensor) -> Tensor | None:
+        """Take them and write D, ``slope`` [T] included, to d [N, V].
+
+        In fp16 it is divided by the tokens' sizes [N], which are returned.
+        """
+        sizes = []
         for first, last in ranges(*tokens, self.chunk_t):
             rows = self._logits(first, last)
             stats = self._compared(first, last, rows)
             self.stats.append(stats)
-            if slope is not None and d is not None:
-                part = d[first - tokens[0] : last - tokens[0]]
-                self._write(first, last, stats, slope, part)
+            part = d[first - tokens[0] : last - tokens[0]]
+            sizes.append(self._write(first, last, stats, slope, part))
+        return _joined(sizes)
 
     def compute_again(
         self, tokens: tuple[int, int], stats: PairStats, slope: Tensor, d: Tensor
-    ) -> None:
-        """Write D to d, from statistics [T] that are known."""
+    ) -> Tensor | None:
+        """Write D to d, from statistics [T] that are known; return sizes as ``compare``."""
+        sizes = []
         for first, last in ranges(*tokens, self.chunk_t):
             self._logits(first, last)
             part = d[first - tokens[0] : last - tokens[0]]
-            self._write(first, last, stats.tokens(first, last), slope, part)
+            sizes.append(self._write(first, last, stats.tokens(first, last), slope, part))
+        return _joined(sizes)
 
     def values(self) -> Tensor:
         """Return the values of all tokens, [T]."""
@@ -177,11 +190,20 @@ class Pair:
         )
         return self._of_ranks(sums)
 
-    def _write(self, first: int, last: int, stats: PairStats, slope: Tensor, d: Tensor) -> None:
+    def _write(
+        self, first: int, last: int, stats: PairStats, slope: Tensor, d: Tensor
+    ) -> Tensor | None:
         s, t = self._stored(last - first)
         student = self.student.tokens(first, last)
         scale = slope[first:last]
+        size = None
+        if self.call.is_from_lse:
+            # D and hidden times the size are both as far from fp16's least number as can be.
+            largest = formulas.largest_probability(stats, self.measure) * scale.abs()
+            size = power_of_two(largest.sqrt()).where(student.counted, 1.0)
+            scale = scale / size
         self.kernels.pair_dlogits(s, t, student, stats, self.measure, scale, out=d)
+        return size
 
     def _stored(self, n: int) -> tuple[Tensor, Tensor]:
         """Return the logits of the chunk's n tokens, the student's and the teacher's."""
@@ -196,6 +218,12 @@ class Pair:
         """Gather rows [k, C] of each rank, in rank order: [P, k, C]."""
         group = self.call.tp_group
         return gather_tokens(rows, group).view(group_size(group), *rows.shape)
+
+
+def _joined(sizes: list[Tensor | None]) -> Tensor | None:
+    """Return the sizes of all chunks, if they have any."""
+    present = [size for size in sizes if size is not None]
+    return torch.cat(present) if present else None
 
 
 def ranges(start: int, end: int, step: int) -> list[tuple[int, int]]:

@@ -45,7 +45,7 @@ class Divergence:
         self, call: Call, operands: Operands, teacher: TeacherOperands
     ) -> tuple[Tensor, Outputs, Saved]:
         pair = self.pair(call, operands, teacher, keeps_logits=False)
-        pair.compare((0, self.T), None, None)
+        pair.take_statistics((0, self.T))
         return *_results(pair, operands, _norm(call, operands)), ()
 
     def backward(self, request: Backward) -> Results:
@@ -82,8 +82,8 @@ class DivergenceInForward(Divergence):
         slope, scale = _factors(call, operands, early_norm, None)
         for tokens in ranges(0, self.T, self.group_t):
             d = _new_d(call, tokens, slope.device)
-            pair.compare(tokens, slope, d)
-            gradients.add(_chunk(tokens, pair.gather, pair.student, d, scale))
+            size = pair.compare(tokens, slope, d)
+            gradients.add(_chunk(tokens, pair.gather, pair.student, d, _part(scale, tokens), size))
             del d  # freed before the next is allocated
         results = _results(pair, operands, norm)
         del pair  # before dweight exists twice
@@ -107,20 +107,20 @@ class DivergenceCached(Divergence):
         pair = self.pair(call, operands, teacher, keeps_logits=True)
         tokens = (0, self.T)
         d = _new_d(call, tokens, operands.labels.device)
-        pair.compare(tokens, _slope(call, operands), d)
+        size = pair.compare(tokens, _slope(call, operands), d)
         norm = _norm(call, operands)
-        return *_results(pair, operands, norm), (norm, d)
+        return *_results(pair, operands, norm), (norm, d, size)
 
     def backward(self, request: Backward) -> Results:
         call = request.call
         operands = request.operands
-        norm, d = request.saved
+        norm, d, size = request.saved
         assert operands is not None
         scale = _token_factor(call, operands, norm, request.upstream.loss)
         gather, logits = gathered_logits(call, operands)
         gather.start()
         gradients = Gradients(call, operands, request.accumulator)
-        gradients.add(_chunk((0, self.T), gather, logits, d, scale))
+        gradients.add(_chunk((0, self.T), gather, logits, d, scale, size))
         gather.wait()  # even if nothing read it: copies must not outlive their buffer
         return gradients.finished()
 
@@ -135,7 +135,7 @@ class DivergenceRecomputed(Divergence):
     ) -> tuple[Tensor, Outputs, Saved]:
         pair = self.pair(call, operands, teacher, keeps_logits=False)
         norm = _norm(call, operands)
-        pair.compare((0, self.T), None, None)
+        pair.take_statistics((0, self.T))
         return *_results(pair, operands, norm), (norm, *pair.all_stats(), *teacher)
 
     def backward(self, request: Backward) -> Results:
@@ -151,8 +151,8 @@ class DivergenceRecomputed(Divergence):
         slope, scale = _factors(call, operands, norm, request.upstream.loss)
         for tokens in ranges(0, self.T, self.group_t):
             d = _new_d(call, tokens, slope.device)
-            pair.compute_again(tokens, stats, slope, d)
-            gradients.add(_chunk(tokens, pair.gather, pair.student, d, scale))
+            size = pair.compute_again(tokens, stats, slope, d)
+            gradients.add(_chunk(tokens, pair.gather, pair.student, d, _part(scale, tokens), size))
             del d
         return gradients.finished()
 
@@ -170,11 +170,13 @@ def _chunk(
     logits: ShardLogits,
     d: Tensor,
     scale: Tensor | None,
+    size: Tensor | None,
 ) -> Chunk:
-    """Return what ``Gradients`` adds: D, without the factor ``scale`` [T] of tokens if request."""
+    """Return what ``Gradients`` adds: D [N, V], and the factors [N] that it lacks, if any."""
     part = logits.tokens(*tokens)
     unused = torch.empty(part.T, dtype=part.stats_dtype, device=d.device)
-    scale = None if scale is None else scale[slice(*tokens)]
+    if scale is not None and size is not None:
+        scale = scale * size
     return _Chunk(
         tokens=tokens,
         labels=part.labels,
@@ -186,6 +188,10 @@ def _chunk(
         window_v=max(1, part.V),
         n_counted=part.n_counted,
     )
+
+
+def _part(scale: Tensor | None, tokens: tuple[int, int]) -> Tensor | None:
+    return None if scale is None else scale[slice(*tokens)]
 
 
 def _new_d(call: Call, tokens: tuple[int, int], device: torch.device) -> Tensor:

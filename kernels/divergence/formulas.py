@@ -115,6 +115,14 @@ def stats_of_sums(stats: PairStats, sums: Tensor, measure: Measure) -> PairStats
     return stats._replace(value=value.clamp_min(0.0).to(dtype), centre=centre.to(dtype))
 
 
+def largest_probability(stats: PairStats, measure: Measure) -> Tensor:
+    """Return [T]: the largest of the probabilities that a gradient is made of."""
+    log_total = stats.log_total
+    if measure.kind == "forward_kl":
+        log_total = torch.minimum(log_total, stats.teacher_log_total)
+    return (-log_total).exp()
+
+
 def metrics_of(sums: Tensor, best: Tensor, dtype: torch.dtype) -> PairMetrics:
     """Return metrics from sums [3, T] over all ranks, and each rank's best ids [P, 4, T].
 
