@@ -49,7 +49,7 @@ USERS = {
     ),
     "transformers-5": ("2.13", ("transformers==5.*", "peft", "accelerate"), HF),
     "transformers-4.57": ("2.13", ("transformers==4.57.*", "peft", "accelerate"), HF),
-    "torchtitan-0.3": ("2.15", ("torchtitan==0.3.*",), ("compat_torchtitan", "page_scripts")),
+    "torchtitan-0.3": ("2.14", ("torchtitan==0.3.*",), ("compat_torchtitan", "page_scripts")),
 }
 """Libraries that a face of this one is for -> release of torch, other packages, test files."""
 
