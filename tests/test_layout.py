@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import started
-from tests.versions import FILES, PAIRS, USERS
+from tests.versions import FILES, PAIRS, RL, USERS, VERL
 
 ROOT = Path(__file__).parent.parent
 LINKED = ("kernels", "launch")
@@ -53,6 +53,21 @@ def test_versions_that_are_tested_are_those_of_pyproject_and_of_the_docs():
     assert all(f"\n| {torch}" in page for torch in PAIRS)
     files = {*FILES, *(name for *_, files in USERS.values() for name in files)}
     assert all((ROOT / "tests" / f"test_{name}.py").exists() for name in files)
+
+
+def test_pages_name_the_releases_that_make_users_installs():
+    torch_of_rl, _, _ = USERS["rl"]
+    torch_of_titan, titan, _ = USERS["torchtitan-0.3"]
+    of_pages = {
+        "rl_libraries": (f"torch=={torch_of_rl}", VERL, *(x for x in RL.split() if "==" in x)),
+        "torchtitan": (f"torch=={torch_of_titan}", *titan),
+    }
+    for page, pins in of_pages.items():
+        text = (ROOT / "docs" / f"{page}.md").read_text()
+        (tried,) = re.findall(r"^## Tried\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+        for pin in pins:
+            release = pin.replace("==", " ").removesuffix(".*")
+            assert re.search(rf"\b{re.escape(release)}\b", tried, re.I), f"{page}: {release}"
 
 
 def build(tree: Path, hook: str) -> Path:

@@ -40,7 +40,8 @@ HF = (
     "hf_self_check", "hf_docs", "finetune",
 )  # fmt: skip
 # verl asks for an older transformers than TRL; what is tested of it imports these alone.
-RL = "trl==1.16.0 transformers==5.23.0 ray>=2.41 tensordict>=0.8,!=0.9.0,<=0.10 codetiming"
+VERL = "verl==0.9.1"
+RL = "trl==1.16.0 transformers==5.24.0 ray>=2.41 tensordict>=0.8,!=0.9.0,<=0.10 codetiming"
 USERS = {
     "rl": (
         "2.13",
@@ -64,7 +65,7 @@ def python_of(release: str) -> Path:
         install = [str(python), "-m", "pip", "install", "--quiet"]
         subprocess.run([*install, *PAIRS[torch], *more, *OTHERS.split()], check=True)
         if release == "rl":
-            subprocess.run([*install, "--no-deps", "verl==0.9.1"], check=True)
+            subprocess.run([*install, "--no-deps", VERL], check=True)
             for stray in folder.glob("lib/python*/site-packages/tests"):
                 shutil.rmtree(stray)  # verl's own tests, which would hide ours
         ready.touch()
