@@ -245,13 +245,17 @@ def apply(
             arguments = localized(arguments)
         refuse_transforms("linear_cross_entropy")
         last_columns = None
+        low_rank_columns = 0
         if low_rank is not None:
             arguments, last_columns = with_low_rank(arguments, low_rank)
+            low_rank_columns = low_rank[1].shape[1]
     if torch.compiler.is_compiling():
         ordered, needs = settled(arguments, last_columns)
         results = compiled.apply(ordered, needs, last_columns)
     else:
-        ordered, call, operands = _prepared_alike(function, arguments, last_columns)
+        ordered, call, operands = _prepared_alike(
+            function, arguments, last_columns, low_rank_columns
+        )
         flat = differentiable(call, counted_operands(call, operands), weight)
         shape = ordered.labels.shape
         results = tuple(x.reshape(shape) if x.dim() else x for x in flat if x is not None)
@@ -259,12 +263,11 @@ def apply(
 
 
 def _prepared_alike(
-    function: str, arguments: Arguments, last_columns: Tensor | None
+    function: str, arguments: Arguments, last_columns: Tensor | None, low_rank_columns: int
 ) -> tuple[Arguments, Call, Operands]:
     """Prepare a call; all ranks raise if one refuses its arguments, or if they differ."""
     with refusals_told(function, arguments.tp_group, arguments.hidden):
         ordered, needs = settled(arguments, last_columns)
         call, operands = prepare(ordered, needs, last_columns=last_columns)
-    columns = 0 if low_rank is None else low_rank[1].shape[1]
-    check_alike(function, call, operands, low_rank_columns=columns)
+    check_alike(function, call, operands, low_rank_columns=low_rank_columns)
     return ordered, call, operands
