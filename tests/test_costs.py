@@ -81,3 +81,14 @@ def test_bytes_are_those_measured_on_gpus() -> None:
         if record.get("max_counted") or record["P"] > 1:
             slack += 0.2 * measured
         assert abs(mib - measured) <= slack, (record, told)
+
+
+@pytest.mark.parametrize("P, accumulators", [(1, 0), (2, 1)])
+def test_fp16_keeps_dhidden_in_fp32_until_a_loss_scale_arrives(P: int, accumulators: int) -> None:
+    T, wide = 8192, 4 * 8192 * 64
+    shapes = ((T, 64), (32000 // P, 64), (T,))
+    told = plan(*shapes, dtype=torch.float16, schedule="in_forward", tp_size=P)
+    dweight_before_rounding = 2 * 64 * told.columns
+    rest = told.total_bytes - told.logits_bytes - dweight_before_rounding - 64 * T
+    travels = 0 if P == 1 else wide // 2
+    assert rest == wide // 2 + accumulators * wide + travels

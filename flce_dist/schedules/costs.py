@@ -55,14 +55,30 @@ def total_bytes(sizes: Plan, needs: Needs, shapes: Shapes) -> int:
     if not any(needs):
         return of_tokens
     of_gemms = sizes.logits_bytes
-    if needs.hidden:  # its accumulator, in fp32
-        tokens = max(sizes.first_t, sizes.chunk_t) if isinstance(sizes, InForward) else T
-        of_gemms += max(4, itemsize) * tokens * H
+    if needs.hidden:
+        of_gemms += _dhidden_bytes(sizes, shapes)
     elif needs.weight:  # hidden times the tokens' factors
         of_gemms += itemsize * T * shapes.trained
     if needs.weight and isinstance(sizes, InForward):
         of_gemms = _with_dweight(of_gemms, sizes, shapes)
     return of_tokens + of_gemms
+
+
+def _dhidden_bytes(sizes: Plan, shapes: Shapes) -> int:
+    """Return what dhidden takes beyond the gradient: its accumulator, in fp32.
+
+    In fp16 ``in_forward`` keeps all of it in fp32, since a loss scale comes later. On one rank that
+    is the accumulator, too.
+    """
+    wide = max(4, shapes.itemsize)
+    if not isinstance(sizes, InForward):
+        return wide * sizes.T * shapes.H
+    accumulator = wide * max(sizes.first_t, sizes.chunk_t) * shapes.H
+    if not sizes.converts:
+        return accumulator
+    kept = (4 - shapes.itemsize) * sizes.T * shapes.H
+    sums_over_ranks = shapes.P > 1 and shapes.reduces_dhidden
+    return accumulator + kept if sums_over_ranks else kept
 
 
 def _travelling_bytes(sizes: Plan, needs: Needs, shapes: Shapes) -> int:
