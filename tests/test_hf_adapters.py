@@ -79,6 +79,12 @@ def test_steps(name, order):
     equal_steps(*pair(name, order))
 
 
+def test_what_wraps_the_head_is_named_by_its_classes():
+    config = peft.LoraConfig(r=4, target_modules=["lm_head"], trainable_token_indices=TOKENS)
+    with pytest.raises(NotImplementedError, match=r"got Linear around TrainableTokensWrapper$"):
+        ORDERS["adapter first"](theirs("qwen3, tied"), config)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", LORA)
 @pytest.mark.parametrize("way", ["merge_and_unload", "unload"])

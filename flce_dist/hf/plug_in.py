@@ -127,6 +127,15 @@ def _base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def _class_names(layer: Any) -> str:
+    """Return the classes of a layer and of those that it wraps, from the outside in."""
+    names = [type(layer).__name__]
+    while isinstance(getattr(layer, "base_layer", None), nn.Module):
+        layer = layer.base_layer
+        names.append(type(layer).__name__)
+    return " around ".join(names)
+
+
 def _check_model(base: Any) -> None:
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -138,7 +147,7 @@ def _check_model(base: Any) -> None:
     head = base.get_output_embeddings()
     if head is None or not all(map(is_known, layers_of(head))):
         raise NotImplementedError(
-            f"the output layer must be an nn.Linear, or LoRA on one, got {head}"
+            f"the output layer must be an nn.Linear, or LoRA on one, got {_class_names(head)}"
         )
     if "labels" not in inspect.signature(base.forward).parameters or "forward" in vars(base):
         raise NotImplementedError(
