@@ -14,7 +14,7 @@ from flce_dist.schedules import choose
 from flce_dist.testing import error_budget
 from tests import divergence_problem, problems, score_problem
 from tests.outcomes import Results
-from tests.problems import Inputs, Upstream, both, make_inputs, metric_upstream
+from tests.problems import IGNORE, Inputs, Upstream, both, make_inputs, metric_upstream
 
 FACTORS = {  # of upstream gradients, and of what the gradient is proportional to
     "a mean over many tokens": (2.0**-13, 2.0**8),
@@ -136,6 +136,45 @@ def test_a_loss_scale_that_arrives_after_in_forward(
     truth, eager = (dhidden(textbook, x) for x in (inputs.to(torch.float64), inputs))
     budget = error_budget(actual, truth, eager)
     assert budget.met, budget
+
+
+@both
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("size", [2.0**-22, 2.0**20])
+def test_token_weights_that_precede_a_loss_scale(impl: str, reduction: str, size: float) -> None:
+    """A mean does not depend on their size, and a sum's loss scale makes up for it."""
+    inputs = make_inputs(24, 150, 32, torch.float16, token_weight=True)
+    assert inputs.token_weight is not None
+    inputs.token_weight.mul_(size)
+    inputs.token_weight[inputs.labels == IGNORE] = 1e30  # which is not read
+    loss_scale = 8.0 if reduction == "mean" else 1 / size
+    how = {"schedule": "in_forward", "reduction": reduction}
+    problems.check(inputs, Upstream(loss_scale), impl=impl, **how)
+
+
+@both
+@divergence_problem.each_kind
+def test_token_weights_of_divergences_in_forward(impl: str, kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = 2.0**-22 * torch.rand(divergence_problem.T, generator=generator)
+    given = divergence_problem.problem(
+        torch.float16, kind=kind, schedule="in_forward", token_weight=weights
+    )
+    divergence_problem.check(given, impl)
+
+
+@both
+def test_one_token_of_infinite_weight_in_forward(impl: str) -> None:
+    """Tokens of finite weights keep their gradients."""
+    inputs = make_inputs(24, 150, 32, torch.float16, token_weight=True, ignored=0.0)
+    assert inputs.token_weight is not None
+    how: dict[str, Any] = {"schedule": "in_forward", "reduction": "sum"}
+    expected = problems.check(inputs, impl=impl, **how)
+    inputs.token_weight[3] = torch.inf
+    actual = problems.run_op(inputs, Upstream(1.0), impl=impl, **how)
+    finite = torch.arange(24) != 3
+    assert torch.equal(actual.dhidden[finite], expected.dhidden[finite])
+    assert not actual.dhidden[3].isfinite().any()
 
 
 @both

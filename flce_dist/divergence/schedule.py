@@ -23,7 +23,7 @@ from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, new_wind
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats, token_dloss
 from flce_dist.parallel.collectives import TokenGather
 from flce_dist.parallel.counted import at_places, put_back
-from flce_dist.schedules.in_forward import SavedGradients, times_upstream
+from flce_dist.schedules.in_forward import SavedGradients, late_factors, times_upstream
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,17 @@ class DivergenceInForward(Divergence):
         pair = self.pair(call, operands, teacher, keeps_logits=True)
         norm = _norm(call, operands)
         # In fp16 the gradient of a mean may underflow before backward applies the loss scale.
-        late_norm, early_norm = (norm, None) if call.is_from_lse else (None, norm)
+        late_norm, early_norm = None, norm
+        weighted = operands
+        if call.is_from_lse:
+            weights, late_norm = late_factors(call, operands, norm)
+            weighted = operands._replace(token_weight=weights)
+            early_norm = None
         accumulator = None
         if call.needs.weight:
             accumulator = new_dweight(operands.weight, self.dweight_dtype)
         gradients = Gradients(call, operands, accumulator, precedes=True)
-        slope, scale = _factors(call, operands, early_norm, None)
+        slope, scale = _factors(call, weighted, early_norm, None)
         for tokens in ranges(0, self.T, self.group_t):
             d = _new_d(call, tokens, slope.device)
             size = pair.compare(tokens, slope, d)

@@ -12,7 +12,7 @@ from flce_dist.core.dlogits import Chunk, Elements
 from flce_dist.core.gradients import Gradients, new_dweight
 from flce_dist.core.statistics import Pass
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, new_window
-from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
+from flce_dist.kernels.rows.formulas import RowGradient, TokenStats, power_of_two
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 from flce_dist.schedules.windows import Sizes
@@ -24,7 +24,7 @@ Factors = Callable[[TokenStats, ShardLogits, tuple[int, int]], tuple[RowGradient
 
 
 class SavedGradients(NamedTuple):
-    norm: Tensor | None  # of a mean in fp16, a scalar: the gradients are those of the sum
+    norm: Tensor | None  # in fp16, a scalar that the gradients are still to be divided by
     dhidden: Tensor | None  # in fp32 for fp16, as dweight
     dweight: Tensor | None
     dbias: Tensor | None  # in the dtype of statistics
@@ -59,7 +59,11 @@ class InForward(Sizes):
         forward_pass = Pass(call, operands)
         # In fp16 the gradient of a mean may underflow before backward applies the loss scale.
         norm = forward_pass.early_norm()
-        late_norm, early_norm = (norm, None) if call.is_from_lse else (None, norm)
+        weights = operands.token_weight
+        late_norm, early_norm = None, norm
+        if call.is_from_lse:
+            weights, late_norm = late_factors(call, operands, norm)
+            early_norm = None
         rounds_once = len(self.chunks()) == 1 and not call.is_from_lse
         accumulator = None
         if call.needs.weight:
@@ -70,7 +74,6 @@ class InForward(Sizes):
         def of_loss(
             stats: TokenStats, logits: ShardLogits, tokens: tuple[int, int]
         ) -> tuple[RowGradient, None]:
-            weights = operands.token_weight
             rows = call.kernels.row_gradient(
                 stats,
                 logits.labels,
@@ -133,7 +136,9 @@ class InForward(Sizes):
         hidden = operands.hidden
         bias = operands.bias
         labels = operands.labels
-        late_norm = call.options.reduction == "mean" and call.is_from_lse
+        reduction = call.options.reduction
+        weighs = operands.token_weight is not None and reduction != "none"
+        late_norm = call.is_from_lse and (reduction == "mean" or weighs)
         return SavedGradients(
             hidden.new_empty((), dtype=call.stats_dtype) if late_norm else None,
             new(hidden, _saved_dtype(call.dtype), call.needs.hidden),
@@ -179,6 +184,24 @@ class InForward(Sizes):
         if columns > lent:
             windows.append(new_window(T, columns - lent, dtype, logits.weight.device))
         return ColumnCache(tuple(windows))
+
+
+def late_factors(
+    call: Call, operands: Operands, norm: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return token weights near 1 in size, and what gradients made with them are divided by.
+
+    For fp16, which hidden times a small weight is rounded to. Their largest power of two waits for
+    the upstream gradient, as the norm of a mean does.
+    """
+    weights = operands.token_weight
+    options = call.options
+    if weights is None or options.reduction == "none":  # there dhidden alone is made, in fp32
+        return weights, norm
+    counts = (operands.labels != options.ignore_index) & weights.isfinite()
+    sizes = weights.abs().where(counts, 0.0)
+    size = power_of_two(sizes.amax() if len(sizes) else sizes.sum())
+    return weights / size, (torch.ones_like(size) if norm is None else norm) / size
 
 
 def times_upstream(request: Backward) -> Results:
