@@ -56,11 +56,11 @@ def own_tokens(T: int, group: Group) -> slice:
 
 def gathered(x: Any, group: Group) -> list[Any]:
     """Return the object ``x`` of each rank, by rank; collective."""
-    found = [x]
+    of_ranks = [x]
     if group is not None:
-        found *= group.size()
-        dist.all_gather_object(found, x, group=group)
-    return found
+        of_ranks *= group.size()
+        dist.all_gather_object(of_ranks, x, group=group)
+    return of_ranks
 
 
 def failures(own: str | None, group: Group) -> list[str | None]:

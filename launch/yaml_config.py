@@ -145,13 +145,13 @@ def converted(value: Any, hint: Any, key: str) -> Any:
         section = key or "the top level"
         require(isinstance(value, dict), f"{section} must hold keys and values, got {shown}")
         prefix, hints = f"{key}." if key else "", typing.get_type_hints(hint)
-        given: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for name, item in value.items():
             close = difflib.get_close_matches(str(name), hints, n=1)
-            known = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(hints)}"
-            require(name in hints, f"unknown key {prefix}{name}; {known}")
-            given[name] = converted(item, hints[name], f"{prefix}{name}")
-        return typing.cast(Any, hint)(**given)
+            way_out = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(hints)}"
+            require(name in hints, f"unknown key {prefix}{name}; {way_out}")
+            fields[name] = converted(item, hints[name], f"{prefix}{name}")
+        return typing.cast(Any, hint)(**fields)
     kind, optional, choices, _ = declared(hint)
     if value is None and optional:
         return None

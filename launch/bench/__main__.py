@@ -100,13 +100,13 @@ def _bench(
             console.print(f"{shape.name}: measured before")
             continue
         started = time.monotonic()
-        found, profiles = _bench_shape(config, shape, head, device, tp_group, console)
-        records += found
+        of_shape, profiles = _bench_shape(config, shape, head, device, tp_group, console)
+        records += of_shape
         if rank == 0:
             files.write_results(config.out, facts, records)
             if profiles:
                 files.write_profiles(config.out, facts, shape.size, profiles)
-        console.print(table(found))
+        console.print(table(of_shape))
         for name, profile in profiles.items():
             if profile.step_us is not None:
                 console.print(f"{name}: {describe(profile)}", highlight=False, markup=False)
@@ -124,18 +124,22 @@ def _bench_shape(
         problem = make_problem(shape, device, config.seed, tp_group)
     else:
         problem = head.shard(device, tp_group)
-    found = [Measured(run, problem, config) for run in runs_of(config, shape)]
+    all_measured = [Measured(run, problem, config) for run in runs_of(config, shape)]
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console, transient=True,
         refresh_per_second=2,  # seldom: drawing shares the interpreter with the launches timed
     ) as progress:  # fmt: skip
-        bar = progress.add_task(f"{shape.name}: fp64", total=len(found) * (1 + config.rounds))
+        bar = progress.add_task(
+            f"{shape.name}: fp64", total=len(all_measured) * (1 + config.rounds)
+        )
         truth = None
         if config.check != "none":
-            gradients = config.check == "gradients" and any(x.run.has_gradients for x in found)
+            gradients = config.check == "gradients" and any(
+                x.run.has_gradients for x in all_measured
+            )
             truth = make_truth(problem, gradients=gradients)
-        for measured in found:
+        for measured in all_measured:
             progress.update(bar, description=f"{shape.name}: preparing {measured.run.name}")
             measured.prepare(truth)
             progress.advance(bar)
@@ -143,12 +147,12 @@ def _bench_shape(
         free_memory(device)
         order = random.Random(config.seed)  # the same on all ranks
         for _ in range(config.rounds):
-            for measured in order.sample(found, len(found)):
+            for measured in order.sample(all_measured, len(all_measured)):
                 progress.update(bar, description=f"{shape.name}: timing {measured.run.name}")
                 measured.sample()
                 progress.advance(bar)
-    records, profiles = make_records(shape, found), {}
-    for i, measured in enumerate(found):
+    records, profiles = make_records(shape, all_measured), {}
+    for i, measured in enumerate(all_measured):
         if config.profile or config.trace:
             file = files.trace_file(config.out, shape.name, measured.run.name)
             profile = measured.profile(file if config.trace else None)
@@ -157,7 +161,7 @@ def _bench_shape(
                 launches = sum(kernel.launches for kernel in profile.kernels)
                 records[i] = dataclasses.replace(records[i], launches=launches)
         measured.release()
-    del found, measured, problem
+    del all_measured, measured, problem
     # Code compiled for one shape must not count towards torch.compile's limit. If there is none,
     # the import takes seconds.
     if "torch._dynamo" in sys.modules:

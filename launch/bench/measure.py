@@ -127,11 +127,11 @@ class Measured:
             options["max_counted"] = max(1, int(self.problem.counted.sum()))
         if run.filter_eps is not None:
             options["schedule"] = filtered.schedule(run.filter_eps)
-            found: Any = linear_cross_entropy_with_metrics(
+            results: Any = linear_cross_entropy_with_metrics(
                 *self._leaves(), self.problem.labels, **options
             )
             shares = "kept_share", "rank_one_mass"
-            self.filtered = {name: getattr(found, name).item() for name in shares}
+            self.filtered = {name: getattr(results, name).item() for name in shares}
         self._loss_of = partial(linear_cross_entropy, **options)
         if run.per_token:
             self._loss_of = partial(_mean_of_each, options=options)

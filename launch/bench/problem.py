@@ -160,10 +160,10 @@ def load_head(path: Path, widen: int) -> Problem:
     try:
         with open(path, "rb", opener=regular):
             pass
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        order = frequency_order(found["counts"])
-        hidden, weight = found["hidden"][:HEAD_T], found["weight"][order.token_of_row]
-        labels = order.row_of_token[found["labels"][:HEAD_T]]
+        exported = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        order = frequency_order(exported["counts"])
+        hidden, weight = exported["hidden"][:HEAD_T], exported["weight"][order.token_of_row]
+        labels = order.row_of_token[exported["labels"][:HEAD_T]]
         hidden, weight = (x.repeat(1, widen) / widen**0.5 for x in (hidden, weight))
         return Problem(hidden, weight, labels)
     except Exception as error:  # whatever a file of another kind leads to
@@ -211,8 +211,8 @@ def errors_of(
         chunk = max(1, CHUNK_BYTES // (8 * len(problem.weight)))
         operands = problem.hidden, problem.weight, *problem.teacher
         needed = bool(gradients) and truth.dhidden is not None
-        found = true_divergence(operands, run.divergence, chunk=chunk, gradients=needed)
-        truth = Truth(*found)
+        of_fp64 = true_divergence(operands, run.divergence, chunk=chunk, gradients=needed)
+        truth = Truth(*of_fp64)
     loss_error = abs(loss.item() - truth.loss) / abs(truth.loss)
     if not gradients or truth.dhidden is None or truth.dweight is None:
         return Errors(loss_error)

@@ -94,37 +94,39 @@ def take_profile(
     if not on_gpu:
         times = [(event.name, event.self_cpu_time_total) for event in prof.events() or []]
         return Profile(_by_name(times, 1 + calls))
-    found = [
+    activities = [
         Activity(event.name, event.time_range.start, event.time_range.end, event.device_resource_id)
         for event in prof.events() or []
         # Annotations lie over the kernels that they name.
         if event.device_type == DeviceType.CUDA
         and not (event.is_user_annotation or event.name.startswith("nccl:"))
     ]
-    counted = [x for one in by_call(found, 1 + calls)[1:] for x in one]
-    return profile_of(counted, calls) if counted else profile_of(found, 1 + calls)
+    counted = [x for one in by_call(activities, 1 + calls)[1:] for x in one]
+    return profile_of(counted, calls) if counted else profile_of(activities, 1 + calls)
 
 
-def profile_of(found: list[Activity], calls: int) -> Profile:
+def profile_of(activities: list[Activity], calls: int) -> Profile:
     """Return the profile of what ``calls`` calls ran on the device."""
-    kernels = _by_name([(x.name, x.end_us - x.start_us) for x in found], calls)
-    if not found:
+    kernels = _by_name([(x.name, x.end_us - x.start_us) for x in activities], calls)
+    if not activities:
         return Profile(kernels)
 
-    step_us = (max(x.end_us for x in found) - min(x.start_us for x in found)) / calls
+    step_us = (max(x.end_us for x in activities) - min(x.start_us for x in activities)) / calls
     # Copies within the device, on streams where nothing is computed, move a rank's own part of a
     # gather: neither communication nor work that would hide it.
-    others = [x for x in found if x.kind != "communication"]
+    others = [x for x in activities if x.kind != "communication"]
     computing = {x.stream for x in others if not x.name.startswith(COPY_OR_FILL)}
-    found = [x for x in found if x.stream in computing or not x.name.startswith(COPY_WITHIN)]
+    activities = [
+        x for x in activities if x.stream in computing or not x.name.startswith(COPY_WITHIN)
+    ]
 
     def covered_us(*kinds: Kind) -> float:
-        return covered(x for x in found if x.kind in kinds) / calls
+        return covered(x for x in activities if x.kind in kinds) / calls
 
     products_us, computing_us = covered_us("products"), covered_us("products", "other")
     busy_us = covered_us("products", "other", "communication")
     idle_us = max(0.0, step_us - busy_us)
-    middle = (by_call(found, calls) or [[]] * calls)[calls // 2]
+    middle = (by_call(activities, calls) or [[]] * calls)[calls // 2]
     return Profile(
         kernels,
         idle_share=idle_us / step_us,
@@ -140,21 +142,21 @@ def profile_of(found: list[Activity], calls: int) -> Profile:
     )
 
 
-def covered(found: Iterable[Activity]) -> float:
+def covered(activities: Iterable[Activity]) -> float:
     """Return how long at least one activity lasts."""
     total, until = 0.0, -float("inf")
-    for x in sorted(found, key=lambda x: x.start_us):
+    for x in sorted(activities, key=lambda x: x.start_us):
         total += max(0.0, x.end_us - max(x.start_us, until))
         until = max(until, x.end_us)
     return total
 
 
-def by_call(found: list[Activity], calls: int) -> list[list[Activity]]:
+def by_call(activities: list[Activity], calls: int) -> list[list[Activity]]:
     """Return what each call ran, by start; [] if they did not launch the same number."""
-    each, rest = divmod(len(found), calls)
-    if rest or not found:
+    each, rest = divmod(len(activities), calls)
+    if rest or not activities:
         return []
-    ordered = sorted(found, key=lambda x: x.start_us)
+    ordered = sorted(activities, key=lambda x: x.start_us)
     return [ordered[i : i + each] for i in range(0, len(ordered), each)]
 
 

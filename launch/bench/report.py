@@ -93,49 +93,49 @@ class Record:
 FIELDS = [field.name for field in dataclasses.fields(Record)]
 
 
-def make_records(shape: ShapeSpec, found: list[Measured]) -> list[Record]:
+def make_records(shape: ShapeSpec, runs: list[Measured]) -> list[Record]:
     """Return the records of all runs at one shape."""
-    measured = [x for x in found if x.failure is None and x.samples_ms]
+    measured = [x for x in runs if x.failure is None and x.samples_ms]
     p50_ms = {x.run.name: median(x.samples_ms) for x in measured}
     yardsticks = {
         x.run.divergence: x
         for x in measured
         if x.run.impl in ("torch_eager", "divergence_with_logits") and x.run.has_gradients
     }
-    return [_make_record(shape, x, p50_ms, yardsticks.get(x.run.divergence)) for x in found]
+    return [_make_record(shape, x, p50_ms, yardsticks.get(x.run.divergence)) for x in runs]
 
 
 def _make_record(
-    shape: ShapeSpec, found: Measured, p50_ms: dict[str, float], eager: Measured | None
+    shape: ShapeSpec, measured: Measured, p50_ms: dict[str, float], eager: Measured | None
 ) -> Record:
-    run, is_floor = found.run, found.run.impl in FLOORS
+    run, is_floor = measured.run, measured.run.impl in FLOORS
     of_ours = "linear_logprob" if run.over is not None else "linear_cross_entropy"
     if run.best is not None:
         of_ours = "linear_sample" if run.best == "sample" else "linear_top_k"
     if run.divergence is not None:
         of_ours = "linear_divergence"
-    given = dataclasses.asdict(run) | {"op": "floor" if is_floor else of_ours}
-    given |= {"P": rank_and_size(found.problem.tp_group)[1], **shape.size}
-    given |= {"counted": shape.counted, "contiguous": shape.contiguous, "flagged": shape.flagged}
+    facts = dataclasses.asdict(run) | {"op": "floor" if is_floor else of_ours}
+    facts |= {"P": rank_and_size(measured.problem.tp_group)[1], **shape.size}
+    facts |= {"counted": shape.counted, "contiguous": shape.contiguous, "flagged": shape.flagged}
     if not run.is_ours or run.mode == "forward":
-        given["schedule"] = None
-    if found.failure is not None:
-        return Record(**given, status="error", message=found.failure)
-    p20, p50, p80 = np.quantile(found.samples_ms, (0.2, 0.5, 0.8)).tolist()
+        facts["schedule"] = None
+    if measured.failure is not None:
+        return Record(**facts, status="error", message=measured.failure)
+    p20, p50, p80 = np.quantile(measured.samples_ms, (0.2, 0.5, 0.8)).tolist()
     floor_ms = None if is_floor else p50_ms.get(floor_of(run))
     is_loss = run.over is None and run.divergence is None
     if floor_ms is not None and run.mode == "forward" and is_loss:
         floor_ms = max(floor_ms, p50_ms.get("read_weight", 0.0))
-    peak, complaint = found.peak_bytes, _complaint(found, eager)
+    peak, complaint = measured.peak_bytes, _complaint(measured, eager)
     return Record(
-        **given,
+        **facts,
         p20_ms=p20,
         p50_ms=p50,
         p80_ms=p80,
         peak_mib=None if peak is None else peak / MIB,
-        workspace_mib=None if peak is None else (peak - found.gradient_bytes) / MIB,
-        **{f"{name}_error": error for name, error in vars(found.errors).items()},
-        **found.filtered,
+        workspace_mib=None if peak is None else (peak - measured.gradient_bytes) / MIB,
+        **{f"{name}_error": error for name, error in vars(measured.errors).items()},
+        **measured.filtered,
         floor_ms=floor_ms,
         ratio=None if floor_ms is None else p50 / floor_ms,
         status="ok" if complaint is None else "wrong",
@@ -143,16 +143,16 @@ def _make_record(
     )
 
 
-def _complaint(found: Measured, eager: Measured | None) -> str | None:
+def _complaint(measured: Measured, eager: Measured | None) -> str | None:
     """Say what is wrong with a run's results; None if nothing is, or nothing was compared."""
-    budgets = {"loss": max(LOSS_BUDGET, found.loss_eps)}
+    budgets = {"loss": max(LOSS_BUDGET, measured.loss_eps)}
     for name in ("dhidden", "dweight"):
         yardstick = None if eager is None else getattr(eager.errors, name)
         budgets[name] = GRADIENT_BUDGET
-        if found.run.filter_eps is None and yardstick is not None and math.isfinite(yardstick):
+        if measured.run.filter_eps is None and yardstick is not None and math.isfinite(yardstick):
             budgets[name] = max(TIMES_EAGER * yardstick, LEAST_GRADIENT_BUDGET)
     for name, budget in budgets.items():
-        error = getattr(found.errors, name)
+        error = getattr(measured.errors, name)
         if error is not None and not error <= budget:  # NaN is not
             return f"{name} is off by {error:.1e}, allowed {budget:.1e}"
     return None

@@ -51,7 +51,7 @@ def draw(results: list[Path], out: Path) -> list[Path]:
     """Write the figures of each result file; return their paths."""
     stems = [path.stem for path in results]
     require(len(set(stems)) == len(stems), f"results must have names of their own, got {stems}")
-    found: dict[Path, tuple[Figure | None, dict[str, Any]]] = {}
+    figures: dict[Path, tuple[Figure | None, dict[str, Any]]] = {}
     by_hardware: dict[str, list[ResultFile]] = {}
     for path in results:
         name = path.stem.removesuffix(".profile")
@@ -60,21 +60,21 @@ def draw(results: list[Path], out: Path) -> list[Path]:
             ranks = about.get("ranks", 1)
             if ranks > 1:
                 profiles = [x._replace(shape=f"{x.shape}, {ranks} ranks") for x in profiles]
-            found[out / f"{name}-timeline.png"] = timeline(profiles), about
+            figures[out / f"{name}-timeline.png"] = timeline(profiles), about
             continue
         about, records = read_results(path)
         by_hardware.setdefault(str(about.get("hardware")), []).append((path, about, records))
         for kind, figure_of in FIGURES.items():
-            found[out / f"{name}-{kind}.png"] = figure_of(records), about
+            figures[out / f"{name}-{kind}.png"] = figure_of(records), about
     for alike in filter(None, map(one_grid, by_hardware.values())):
         path, about, _ = alike[0]
         figure = scaling([record for _, _, records in alike for record in records])
-        found[out / f"{path.stem}-scaling.png"] = figure, {**about, "ranks": 1}
+        figures[out / f"{path.stem}-scaling.png"] = figure, {**about, "ranks": 1}
     for files in by_hardware.values():
         path, about, _ = files[0]
         figure = overview([records for _, _, records in files])
-        found[out / f"{path.stem}-overview.png"] = figure, {**about, "ranks": 1}
-    drawn = {path: (figure, about) for path, (figure, about) in found.items() if figure}
+        figures[out / f"{path.stem}-overview.png"] = figure, {**about, "ranks": 1}
+    drawn = {path: (figure, about) for path, (figure, about) in figures.items() if figure}
     for path, (figure, about) in drawn.items():
         below = caption(about, figure.get_figwidth())
         figure.supxlabel(below, fontsize=7, color="dimgray")

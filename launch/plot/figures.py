@@ -100,7 +100,7 @@ def by_shape(records: Iterable[Record], mode: str) -> dict[str, list[Record]]:
         if r.mode == mode and not r.not_installed:
             ranks = f", {r.P} ranks" if r.P > 1 else ""
             shapes.setdefault(f"T={r.T}, H={r.H}, V={r.V}, {r.dtype}{ranks}", []).append(r)
-    return {s: found for s, found in shapes.items() if any(r.op != "floor" for r in found)}
+    return {s: of_shape for s, of_shape in shapes.items() if any(r.op != "floor" for r in of_shape)}
 
 
 def memory(records: list[Record]) -> Figure | None:
@@ -110,21 +110,21 @@ def memory(records: list[Record]) -> Figure | None:
     installed is listed below.
     """
     grouped = with_gradients(records)
-    shapes = {s: [r for r in found if r.op != "floor"] for s, found in grouped.items()}
+    shapes = {s: [r for r in of_shape if r.op != "floor"] for s, of_shape in grouped.items()}
     if not shapes:
         return None
-    figure, stacked = panels({s: 0.8 + 0.25 * len(found) for s, found in shapes.items()}, 8.0)
-    drawn = [r for found in shapes.values() for r in found]
+    figure, stacked = panels({s: 0.8 + 0.25 * len(of_shape) for s, of_shape in shapes.items()}, 8.0)
+    drawn = [r for of_shape in shapes.values() for r in of_shape]
     least = least_mib(drawn)
     most = max([10.0 * least, *(r.workspace_mib or 0.0 for r in drawn)])
-    for axes, found in zip(stacked, shapes.values(), strict=True):
+    for axes, of_shape in zip(stacked, shapes.values(), strict=True):
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:,g}")
         axes.set_xlim(least, 8 * most)
         axes.tick_params(axis="x", labelsize=8)
-        for y, r in enumerate(found):
+        for y, r in enumerate(of_shape):
             _bar(axes, y, r, least)
-        name_rows(axes, [r.run.name for r in found], fontsize=8)
+        name_rows(axes, [r.run.name for r in of_shape], fontsize=8)
     missing = ", ".join(sorted({r.impl for r in records if r.not_installed}))
     below = f"\nnot installed: {missing}" if missing else ""
     stacked[-1].set_xlabel(f"{WORKSPACE} (logarithmic){below}", fontsize=8)
@@ -168,9 +168,9 @@ def dial(records: list[Record]) -> Figure | None:
     """Draw time against the budget of schedule auto, beside schedules without one."""
     drawn: dict[str, Lines] = {}
     ticks: list[dict[float, str]] = []
-    for shape, found in with_gradients(records).items():
-        gemms_ms = next((r.p50_ms for r in found if r.impl == "gemm3"), None)
-        ours = [r for r in found if gemms_ms and r.p50_ms and r.impl in OURS]
+    for shape, of_shape in with_gradients(records).items():
+        gemms_ms = next((r.p50_ms for r in of_shape if r.impl == "gemm3"), None)
+        ours = [r for r in of_shape if gemms_ms and r.p50_ms and r.impl in OURS]
         times = [(r, mib_text(r.workspace_mib), r.p50_ms / gemms_ms) for r in ours]  # type: ignore
         dialled = [(r.max_logits_bytes / MIB, mib, y) for r, mib, y in times if r.max_logits_bytes]
         if len(dialled) > 1:
@@ -192,9 +192,9 @@ def dial(records: list[Record]) -> Figure | None:
 def shares(records: list[Record]) -> Figure | None:
     """Draw time against the share of tokens that count, of random masks."""
     drawn: dict[str, Lines] = {}
-    for shape, found in with_gradients(records).items():
+    for shape, of_shape in with_gradients(records).items():
         lines: Lines = {}
-        for r in found:
+        for r in of_shape:
             is_drawn = r.op != "floor" and r.schedule in (None, "auto") and not r.contiguous
             if is_drawn and r.p50_ms is not None:
                 lines.setdefault(r.run.name, {})[r.counted] = r.p50_ms
@@ -212,8 +212,8 @@ def shares(records: list[Record]) -> Figure | None:
 def best(records: list[Record]) -> Figure | None:
     """Draw the time of best ids against their number, beside the loss, ranks and samples."""
     drawn: dict[str, Lines] = {}
-    for shape, found in by_shape(records, "forward").items():
-        times = {(r.impl, r.best, r.ids): r.ratio for r in found if r.ratio is not None}
+    for shape, of_shape in by_shape(records, "forward").items():
+        times = {(r.impl, r.best, r.ids): r.ratio for r in of_shape if r.ratio is not None}
         for impl in OURS:
             line = {
                 float(k): y for (of, what, k), y in times.items() if (of, what) == (impl, "top_k")
@@ -250,10 +250,10 @@ def _against(drawn: dict[str, Lines], title: str, scale: str) -> Figure | None:
     return figure
 
 
-def timeline(found: list[ProfiledRun]) -> Figure | None:
+def timeline(profiles: list[ProfiledRun]) -> Figure | None:
     """Draw one call of each run: computing above, communication below; None without time lines."""
     shapes: dict[str, list[ProfiledRun]] = {}
-    for x in found:
+    for x in profiles:
         if x.profile.timeline and x.run not in FLOORS:
             shapes.setdefault(x.shape, []).append(x)
     if not shapes:

@@ -21,11 +21,11 @@ def overview(files: Sequence[list[Record]]) -> Figure | None:
     """Draw files of one kind of GPU that have ours beside others; None if there is none."""
     rows = dict[str, tuple[list[Record], float | None]]()
     for records in files:
-        for shape, found in list(figures.with_gradients(records).items())[:1]:
-            runs = [r for r in found if _is_shown(r)]
+        for shape, of_shape in list(figures.with_gradients(records).items())[:1]:
+            runs = [r for r in of_shape if _is_shown(r)]
             is_ours = [r.impl in OURS for r in runs]
             if any(is_ours) and not all(is_ours):
-                gemms = next((r.p50_ms for r in found if r.impl == "gemm3"), None)
+                gemms = next((r.p50_ms for r in of_shape if r.impl == "gemm3"), None)
                 rows[shape] = runs, gemms
     if not rows:
         return None

@@ -35,14 +35,14 @@ def one_grid(files: list[ResultFile]) -> list[ResultFile]:
     for _, about, records in files:
         for run in _runs(records):
             ranks_of[run].add(about.get("ranks", 1))
-    found = [file for file in files if any(len(ranks_of[run]) > 1 for run in _runs(file[2]))]
-    names = [f"{path.name} of {about.get('commit')}" for path, about, _ in found]
+    with_ranks = [file for file in files if any(len(ranks_of[run]) > 1 for run in _runs(file[2]))]
+    names = [f"{path.name} of {about.get('commit')}" for path, about, _ in with_ranks]
     require(
-        len({about.get("commit") for _, about, _ in found}) <= 1,
+        len({about.get("commit") for _, about, _ in with_ranks}) <= 1,
         "results of one grid on several numbers of ranks must be of one commit to be compared, "
         f"got {', '.join(names)}; draw those of each commit by a command of their own",
     )
-    return found
+    return with_ranks
 
 
 def scaling(records: list[Record]) -> Figure | None:
@@ -96,15 +96,15 @@ def _draw(
     """
     products_ms = _rank_ms(runs[FLOOR][min(runs[FLOOR])])
     for i, P in enumerate(counts):
-        found = [(y, over[P]) for y, over in enumerate(runs.values()) if P in over]
+        of_ranks = [(y, over[P]) for y, over in enumerate(runs.values()) if P in over]
         within = 0.6 * ((i + 0.5) / len(counts) - 0.5)
         style: dict[str, Any] = {"marker": MARKERS[i % 5], "color": COLORS[i % 5], "markersize": 5}
         label = f"{P} rank{'s' if P > 1 else ''}"
-        costs = [_rank_ms(r) / products_ms for _, r in found]
-        times.plot(costs, [y + within for y, _ in found], linestyle="none", label=label, **style)
-        known = [(y, r.workspace_mib) for y, r in found if r.workspace_mib is not None]
-        mib = [max(value, least) for _, value in known]
-        memory.plot(mib, [y + within for y, _ in known], linestyle="none", **style)
+        costs = [_rank_ms(r) / products_ms for _, r in of_ranks]
+        times.plot(costs, [y + within for y, _ in of_ranks], linestyle="none", label=label, **style)
+        with_memory = [(y, r.workspace_mib) for y, r in of_ranks if r.workspace_mib is not None]
+        mib = [max(value, least) for _, value in with_memory]
+        memory.plot(mib, [y + within for y, _ in with_memory], linestyle="none", **style)
     for y, over in enumerate(runs.values()):
         shares = ", ".join(f"{share:.0%}" for share in efficiency(over).values())
         most = max(_rank_ms(r) for r in over.values()) / products_ms

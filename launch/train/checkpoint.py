@@ -73,7 +73,7 @@ def save(checkpoint: Checkpoint, state: dict[str, Tensor], *, keep: int) -> None
 
     @writing(partial, needed)
     def finish() -> None:
-        files = {shard_name(rank): found for rank, found in enumerate(digests)}
+        files = {shard_name(rank): digest_of_rank for rank, digest_of_rank in enumerate(digests)}
         unseen = [name for name in files if not (partial / name).exists()]
         if unseen:
             raise RunError(
@@ -158,10 +158,10 @@ def _verify(path: Path) -> Checkpoint:
         if _render(manifest) != content:
             raise _Damaged(f"{MANIFEST} has other contents than its own digest says")
         files = manifest.pop("files")
-        found = Checkpoint(path.parent, **manifest)
-        if found.step != _step(path):
-            raise _Damaged(f"{MANIFEST} is that of step {found.step}")
-        if list(files) != [shard_name(rank) for rank in range(found.config["world_size"])]:
+        checkpoint = Checkpoint(path.parent, **manifest)
+        if checkpoint.step != _step(path):
+            raise _Damaged(f"{MANIFEST} is that of step {checkpoint.step}")
+        if list(files) != [shard_name(rank) for rank in range(checkpoint.config["world_size"])]:
             raise _Damaged(f"{MANIFEST} does not list the file of every rank")
         for name, expected in files.items():
             if digest(path / name) != expected:
@@ -169,13 +169,13 @@ def _verify(path: Path) -> Checkpoint:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise _Damaged(f"{name} cannot be read: {reason}") from error
-    return found
+    return checkpoint
 
 
 def _named(directory: Path) -> list[Path]:
     """Return the directories that are named as checkpoints are, oldest first."""
-    found = [path for path in directory.glob("step-*") if re.fullmatch(NAME, path.name)]
-    return sorted((path for path in found if path.is_dir()), key=_step)
+    named = [path for path in directory.glob("step-*") if re.fullmatch(NAME, path.name)]
+    return sorted((path for path in named if path.is_dir()), key=_step)
 
 
 def _step(path: Path) -> int:

@@ -177,7 +177,7 @@ def encode(tokenizer: Any, text: str) -> NDArray[np.int32]:
     parts = re.findall(rf"(?s).{{1,{PART}}}[^\n]*\n?", text)
     encode = functools.partial(tokenizer._model.encode_to_numpy, disallowed_special=())
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        ids = [found + tokenizer.num_special_tokens for found in threads.map(encode, parts)]
+        ids = [part + tokenizer.num_special_tokens for part in threads.map(encode, parts)]
     whole = np.concatenate([[tokenizer.bos_id], *ids, [tokenizer.eos_id]])
     return whole.astype(np.int32)
 

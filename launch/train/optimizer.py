@@ -86,10 +86,10 @@ class Optimizer:
         shapes, others = (
             {
                 name: (x.shape, x.dtype)
-                for name, x in found.items()
+                for name, x in tensors.items()
                 if name.startswith("model.") or name.endswith(".fp32")
             }
-            for found in (mine, saved)
+            for tensors in (mine, saved)
         )
         if shapes != others:
             names = sorted({name for name, _ in shapes.items() ^ others.items()})

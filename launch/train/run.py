@@ -67,8 +67,8 @@ class Trainer:
         # Ranks of one tensor-parallel group hold the same numbers.
         means = torch.stack(numbers).mean(0) / dist.get_world_size()
         dist.all_reduce(means)
-        found = dict(zip(["loss", *shares], means.tolist(), strict=True))
-        return found | {"gradient_norm": self.optimizer.step(self.step)}
+        measured = dict(zip(["loss", *shares], means.tolist(), strict=True))
+        return measured | {"gradient_norm": self.optimizer.step(self.step)}
 
     def validate(self) -> float:
         """Return the loss over the validation batches, the same on every rank; collective."""

@@ -93,12 +93,12 @@ def main(args: Sequence[str] | None = None) -> int:
     plain: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
 
     records: list[Record] = []
-    for found in _tables(settings, device, tp_group, console):
-        found = worst_of_ranks(found, tp_group)
-        console.print(worst_case(found), **plain)
+    for of_table in _tables(settings, device, tp_group, console):
+        of_table = worst_of_ranks(of_table, tp_group)
+        console.print(worst_case(of_table), **plain)
         if not settings.quiet:
-            console.print(table(found))
-        records += found
+            console.print(table(of_table))
+        records += of_table
     facts = {"ranks": P, **about(device), "seconds": round(time.monotonic() - started, 1)}
     console.print("\n".join(summary(records, facts)), **plain)
     passed = bool(records) and all(record.met for record in records)
@@ -128,8 +128,10 @@ def _tables(
         for shape, losses in grid:
             budget = cases.part_cached_budget(shape, P, DTYPES[dtype])
             fitting = [x for x in losses if shape.H > 1 or not x.low_rank]  # cut from its columns
-            found = (cases.cases(variant, settings.schedules, P, budget) for variant in fitting)
-            todo.append((dtype, shape, [group for group in map(list, found) if group]))
+            groups_of_variants = (
+                cases.cases(variant, settings.schedules, P, budget) for variant in fitting
+            )
+            todo.append((dtype, shape, [group for group in map(list, groups_of_variants) if group]))
     with Progress(console=console, transient=True, disable=settings.quiet) as progress:
         bar = progress.add_task("", total=sum(len(group) for *_, x in todo for group in x))
         for dtype, shape, groups in todo:

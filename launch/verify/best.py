@@ -35,7 +35,7 @@ def best_results(
     return {**best._asdict(), "drawn": drawn.ids, "drawn_logprob": drawn.logprob}
 
 
-def check_best(found: dict[str, Tensor], data: Data, options: dict[str, Any]) -> dict[str, Any]:
+def check_best(results: dict[str, Tensor], data: Data, options: dict[str, Any]) -> dict[str, Any]:
     """Compare results with the log-probabilities of all ids; ignored tokens must have none."""
     every = reference_linear_top_k(
         data.hidden.double(), data.weight.double(), data.vocab_size, labels=data.labels,
@@ -44,7 +44,7 @@ def check_best(found: dict[str, Tensor], data: Data, options: dict[str, Any]) ->
     ids, logprob, lse, label_logprob, _ = every
     counted = data.labels != -100
     by_id = torch.empty_like(logprob[counted]).scatter_(1, ids[counted], logprob[counted])
-    of = {name: x[counted] for name, x in found.items()}
+    of = {name: x[counted] for name, x in results.items()}
     k = of["ids"].shape[1]
     errors = {
         "logprob": relative_rms(of["logprob"], logprob[counted, :k]),
@@ -59,6 +59,6 @@ def check_best(found: dict[str, Tensor], data: Data, options: dict[str, Any]) ->
     least, most = ((by_id > of_label[:, None] + nats).sum(1) for nats in (NATS, -NATS))
     is_right = (of["label_rank"] >= least) & (of["label_rank"] < most)
     is_right &= (of["ids"].sort(1).values.diff() > 0).all(1)
-    ignored = [(x[~counted] != -1).sum() for x in (found["ids"], found["label_rank"])]
+    ignored = [(x[~counted] != -1).sum() for x in (results["ids"], results["label_rank"])]
     checks["places"] = ErrorBudget(float((~is_right).sum() + sum(ignored)), 0.0)
     return checks

@@ -229,7 +229,7 @@ def part_cached_budget(shape: Shape, P: int, dtype: torch.dtype) -> int | None:
     sizes = (T, shape.H), (V, shape.H), (T,)
     asked = [columns * T * itemsize for columns in range(256, 2 * V, 256)]
     plans = [plan(*sizes, dtype=dtype, schedule="cached", max_logits_bytes=n) for n in asked]
-    budgets = [found.logits_bytes for found in plans if 0 < found.cached_columns < V]
+    budgets = [x.logits_bytes for x in plans if 0 < x.cached_columns < V]
     return budgets[len(budgets) // 2] if budgets else None
 
 

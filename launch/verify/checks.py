@@ -125,9 +125,9 @@ def run_case(
     if case.variant.best:
         placed = _placed(case, own, tp_group, impl)
         options = _options(case.variant, data)
-        found = best_results(data, tokens, own, case.variant.best, {**placed, **options})
-        same = _same_bits(found["lse"], tp_group)
-        return {**check_best(found, data, options), **same}
+        results = best_results(data, tokens, own, case.variant.best, {**placed, **options})
+        same = _same_bits(results["lse"], tp_group)
+        return {**check_best(results, data, options), **same}
     results = _results(case, data, tokens, own, tp_group, impl)
     parts = {"dhidden": tokens, "dweight": own, "dbias": own}
     checks = {name: _check(name, x, truth, parts.get(name)) for name, x in results.items()}
@@ -188,11 +188,11 @@ def _same_bits(x: Tensor, tp_group: Group) -> dict[str, ErrorBudget]:
 
 def _scores(out: Sequence[Tensor | None], leaves: dict[str, Tensor], data: Data) -> Results:
     """Send a gradient back through every score; return them and the gradients, by name."""
-    found = {k: x for k, x in zip(TokenScores._fields, out, strict=True) if x is not None}
-    upstream = [data.dmetrics[1, :, None].expand(found["logprob"].shape), *data.dmetrics]
-    _back(list(found.values()), upstream[: len(found)])
+    scores = {k: x for k, x in zip(TokenScores._fields, out, strict=True) if x is not None}
+    upstream = [data.dmetrics[1, :, None].expand(scores["logprob"].shape), *data.dmetrics]
+    _back(list(scores.values()), upstream[: len(scores)])
     gradients = {f"d{name}": x.grad for name, x in leaves.items() if x.grad is not None}
-    return {name: x.detach() for name, x in {**found, **gradients}.items()}
+    return {name: x.detach() for name, x in {**scores, **gradients}.items()}
 
 
 def _back(roots: Sequence[Tensor], upstream: Sequence[Tensor]) -> None:
@@ -203,17 +203,17 @@ def _back(roots: Sequence[Tensor], upstream: Sequence[Tensor]) -> None:
 
 
 def _options(variant: Variant, data: Data) -> dict[str, Any]:
-    given: dict[str, Any] = {"vocab_size": data.vocab_size}
+    keywords: dict[str, Any] = {"vocab_size": data.vocab_size}
     if data.temperature is not None:
-        given["temperature"] = data.temperature
+        keywords["temperature"] = data.temperature
     if variant.over is not None:
-        return {"ids": data.ids, "over": variant.over, **given, **dict(variant.options)}
+        return {"ids": data.ids, "over": variant.over, **keywords, **dict(variant.options)}
     if variant.best:
-        return {**given, **dict(variant.options)}
-    given["token_weight"] = data.token_weight
+        return {**keywords, **dict(variant.options)}
+    keywords["token_weight"] = data.token_weight
     if variant.divergence is not None:
-        given["kind"] = variant.divergence
-    return {"reduction": variant.reduction, **given, **dict(variant.options)}
+        keywords["kind"] = variant.divergence
+    return {"reduction": variant.reduction, **keywords, **dict(variant.options)}
 
 
 def _names(variant: Variant) -> tuple[str, ...]:

@@ -121,10 +121,10 @@ def _numbers(check: ErrorBudget) -> str:
 
 
 def _cell(record: Record, names: Iterable[str]) -> str:
-    found = [record.checks[name] for name in names if name in record.checks]
-    if not found:
+    checks = [record.checks[name] for name in names if name in record.checks]
+    if not checks:
         return ""
-    worst = _worst(found)
+    worst = _worst(checks)
     if worst.met and not worst.budget:
         return "exact"
     text = _numbers(worst)
