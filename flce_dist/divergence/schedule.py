@@ -23,7 +23,7 @@ from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, new_wind
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats, token_dloss
 from flce_dist.parallel.collectives import TokenGather
 from flce_dist.parallel.counted import at_places, put_back
-from flce_dist.schedules.in_forward import SavedGradients, late_factors, times_upstream
+from flce_dist.schedules.in_forward import SavedGradients, factors_of_forward, times_upstream
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,12 @@ class DivergenceInForward(Divergence):
     ) -> tuple[Tensor, Outputs, Saved]:
         pair = self.pair(call, operands, teacher, keeps_logits=True)
         norm = _norm(call, operands)
-        # In fp16 the gradient of a mean may underflow before backward applies the loss scale.
-        late_norm, early_norm = None, norm
-        weighted = operands
-        if call.is_from_lse:
-            weights, late_norm = late_factors(call, operands, norm)
-            weighted = operands._replace(token_weight=weights)
-            early_norm = None
+        weights, early_norm, late_norm = factors_of_forward(call, operands, norm)
         accumulator = None
         if call.needs.weight:
             accumulator = new_dweight(operands.weight, self.dweight_dtype)
         gradients = Gradients(call, operands, accumulator, precedes=True)
+        weighted = operands._replace(token_weight=weights)
         slope, scale = _factors(call, weighted, early_norm, None)
         for tokens in ranges(0, self.T, self.group_t):
             d = _new_d(call, tokens, slope.device)

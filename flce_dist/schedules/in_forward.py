@@ -57,13 +57,8 @@ class InForward(Sizes):
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
         forward_pass = Pass(call, operands)
-        # In fp16 the gradient of a mean may underflow before backward applies the loss scale.
         norm = forward_pass.early_norm()
-        weights = operands.token_weight
-        late_norm, early_norm = None, norm
-        if call.is_from_lse:
-            weights, late_norm = late_factors(call, operands, norm)
-            early_norm = None
+        weights, early_norm, late_norm = factors_of_forward(call, operands, norm)
         rounds_once = len(self.chunks()) == 1 and not call.is_from_lse
         accumulator = None
         if call.needs.weight:
@@ -186,22 +181,24 @@ class InForward(Sizes):
         return ColumnCache(tuple(windows))
 
 
-def late_factors(
+def factors_of_forward(
     call: Call, operands: Operands, norm: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return token weights near 1 in size, and what gradients made with them are divided by.
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return what gradients of forward contain, token weights and norm, and a norm for backward.
 
-    For fp16, which hidden times a small weight is rounded to. Their largest power of two waits for
-    the upstream gradient, as the norm of a mean does.
+    In fp16 the gradient of a mean, and hidden times a small weight, may underflow before backward
+    applies the loss scale: there the norm waits for it, as does the weights' power of two.
     """
     weights = operands.token_weight
     options = call.options
+    if not call.is_from_lse:
+        return weights, norm, None
     if weights is None or options.reduction == "none":  # there dhidden alone is made, in fp32
-        return weights, norm
+        return weights, None, norm
     counts = (operands.labels != options.ignore_index) & weights.isfinite()
     sizes = weights.abs().where(counts, 0.0)
     size = power_of_two(sizes.amax() if len(sizes) else sizes.sum())
-    return weights / size, (torch.ones_like(size) if norm is None else norm) / size
+    return weights / size, None, (torch.ones_like(size) if norm is None else norm) / size
 
 
 def times_upstream(request: Backward) -> Results:
