@@ -116,6 +116,8 @@ def plan(
         "labels": _sizes_of("labels", labels, torch.int64),
         "bias": None if bias is None else _sizes_of("bias", bias, dtype),
     }
+    check_tensors(**tensors)
+    check_tokens(tensors["hidden"], tensors["labels"], checked, P)
     needs = _needs(hidden, weight, bias)
     trained = None
     copies = 0
@@ -125,8 +127,6 @@ def plan(
         trained = rank if b_needs and not needs.weight else None
         needs = Needs(needs.hidden or x_needs, needs.weight or b_needs, needs.bias)
         copies = sum(tensors[name].nbytes for name in ("hidden", "weight"))
-    check_tensors(**tensors)
-    check_tokens(tensors["hidden"], tensors["labels"], checked, P)
     if tp_size is None or checked.vocab_range is None:  # else no rank is known
         V = len(tensors["weight"])
         check_rows(V, checked, P=P, rank=collectives.group_rank(tp_group))
@@ -158,10 +158,8 @@ def _planned(
     """Return the schedule's name and sizes, of an object those that it is made of."""
 
     def sizes_of(arguments: Arguments) -> Any:
-        return planned(
-            arguments, T, list(needs), P, auto_in_forward=not compiled, converts=False,
-            width=trained,
-        )  # fmt: skip
+        in_forward = not compiled
+        return planned(arguments, T, list(needs), P, in_forward, converts=False, width=trained)
 
     sizes = sizes_of(arguments)
     if isinstance(sizes, InForward):
@@ -181,7 +179,7 @@ def _with_low_rank(
         low_rank = [_sizes_of(f"low_rank[{i}]", x, dtype) for i, x in enumerate(low_rank)]
     hidden = tensors["hidden"]
     weight = tensors["weight"]
-    check_pair(low_rank, hidden, weight, options)
+    check_pair(low_rank, options)
     x, b = low_rank
     check_factors(x, b, hidden, weight)
     rank = b.shape[1]

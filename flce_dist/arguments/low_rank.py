@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flce_dist.arguments import values
-from flce_dist.arguments.check_tensors import FLOATS, check_one_dtype, check_shapes, check_tensor
+from flce_dist.arguments.check_tensors import FLOATS, check_tensor
 from flce_dist.arguments.options import LossOptions
 from flce_dist.arguments.passed import (
     Arguments,
@@ -29,7 +29,7 @@ def with_low_rank(
     check_passed(arguments)  # before columns are added, so that complaints name the caller's
     hidden = arguments.hidden
     weight = arguments.weight
-    check_pair(low_rank, hidden, weight, arguments.options)
+    check_pair(low_rank, arguments.options)
     x, b = (y.to(dtype_in_autocast(y, hidden.device.type)) for y in low_rank)
     check_factors(x, b, hidden, weight)
     is_trained = torch.is_grad_enabled() and b.requires_grad and not weight.requires_grad
@@ -40,10 +40,8 @@ def with_low_rank(
     return wide, b if is_trained else None
 
 
-def check_pair(low_rank: object, hidden: Tensor, weight: Tensor, options: LossOptions) -> None:
+def check_pair(low_rank: object, options: LossOptions) -> None:
     """Check that it is a pair of plain tensors, and that the options take one."""
-    check_tensor("hidden", hidden, FLOATS)
-    check_tensor("weight", weight, FLOATS, hidden)
     if not isinstance(low_rank, tuple | list) or len(low_rank) != 2:
         got = values.shown(low_rank)
         raise ValueError(f"low_rank must be None or a pair of tensors (x, b), got {got}")
@@ -63,8 +61,6 @@ def check_pair(low_rank: object, hidden: Tensor, weight: Tensor, options: LossOp
 
 def check_factors(x: Tensor, b: Tensor, hidden: Tensor, weight: Tensor) -> None:
     """Check the pair's shapes and dtypes, in autocast's, against those of hidden and weight."""
-    check_shapes(hidden, weight)
-    check_one_dtype(hidden, weight=weight)
     for i, factor in enumerate((x, b)):
         check_tensor(f"low_rank[{i}]", factor, (hidden.dtype,), hidden)
     if x.shape[:-1] != hidden.shape[:-1] or x.dim() < 1:
