@@ -22,6 +22,7 @@ from flce_dist.kernels.ids.eager import (  # noqa: F401
 )
 from flce_dist.kernels.ids.token_ids import sorted_ids  # noqa: F401
 from flce_dist.kernels.logits.eager import (  # noqa: F401
+    assert_in_vocabulary,
     dlogits,
     logits_at,
     named_in,
@@ -51,10 +52,7 @@ def logits_at_ids(
 ) -> Tensor:
     is_id = ids != logits.ignore_index
     if ids.is_cuda and token is None:
-        in_vocabulary = (ids >= 0) & (ids < vocab_size)
-        torch_private.assert_soon(
-            (in_vocabulary | ~is_id).all(), "labels must be within [0, vocab_size) or ignore_index"
-        )
+        assert_in_vocabulary(ids, is_id, vocab_size)
     inverse = logits.inverse_temperature
     if ids.is_cuda and inverse is not None:
         bad = (inverse if token is None else inverse[token]).isnan() & is_id

@@ -109,8 +109,7 @@ class Pair:
     def take_statistics(self, tokens: tuple[int, int]) -> None:
         """Take statistics of the next tokens."""
         for first, last in ranges(*tokens, self.chunk_t):
-            rows = self._logits(first, last)
-            self.stats.append(self._compared(first, last, rows))
+            self._next_stats(first, last)
 
     def compare(self, tokens: tuple[int, int], slope: Tensor, d: Tensor) -> Tensor | None:
         """Take them and write D, ``slope`` [T] included, to d [N, V].
@@ -119,9 +118,7 @@ class Pair:
         """
         sizes = []
         for first, last in ranges(*tokens, self.chunk_t):
-            rows = self._logits(first, last)
-            stats = self._compared(first, last, rows)
-            self.stats.append(stats)
+            stats = self._next_stats(first, last)
             part = d[first - tokens[0] : last - tokens[0]]
             sizes.append(self._write(first, last, stats, slope, part))
         return _joined(sizes)
@@ -144,6 +141,13 @@ class Pair:
     def all_stats(self) -> PairStats:
         """Return the statistics of all tokens, [T] each."""
         return PairStats(*(torch.cat(x) for x in zip(*self.stats, strict=True)))
+
+    def _next_stats(self, first: int, last: int) -> PairStats:
+        """Compute the logits of the next tokens; keep their statistics, and return them."""
+        rows = self._logits(first, last)
+        stats = self._compared(first, last, rows)
+        self.stats.append(stats)
+        return stats
 
     def _logits(self, first: int, last: int) -> Tensor:
         """Compute the logits of tokens; return what the passes yield of this shard, [5, C]."""

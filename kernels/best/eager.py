@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flce_dist import torch_private
 from flce_dist.kernels.best.interface import Noise, ShardBest
 from flce_dist.kernels.best.noise import eager_gumbel
-from flce_dist.kernels.logits.eager import SCRATCH_BYTES, windows
+from flce_dist.kernels.logits.eager import SCRATCH_BYTES, assert_in_vocabulary, windows
 from flce_dist.kernels.logits.operands import ShardLogits
 
 
@@ -27,11 +26,7 @@ def _chunks(logits: ShardLogits) -> Iterator[tuple[slice, Tensor]]:
 
 def label_logits(logits: ShardLogits, *, vocab_size: int) -> Tensor:
     if logits.labels.is_cuda:
-        in_vocabulary = (logits.labels >= 0) & (logits.labels < vocab_size)
-        torch_private.assert_soon(
-            (in_vocabulary | ~logits.counted).all(),
-            "labels must be within [0, vocab_size) or ignore_index",
-        )
+        assert_in_vocabulary(logits.labels, logits.counted, vocab_size)
     column = logits.labels - logits.vocab_start_index
     is_here = (column >= 0) & (column < logits.V) & logits.counted
     out = torch.zeros(logits.T, dtype=logits.stats_dtype, device=column.device)
