@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from flce_dist import linear_logprob
+from flce_dist.kernels import tuning
 from flce_dist.kernels.best import eager, shard_pass, winners
-from flce_dist.kernels.logits.launching import tile_launch
+from flce_dist.kernels.logits.launching import TileLaunch, tile_launch
 from flce_dist.kernels.logits.operands import ShardLogits
 from tests.best_problem import (
     Asked,
@@ -274,3 +275,12 @@ def test_waves_are_full_and_memory_has_a_bound() -> None:
         assert 0 < step < 8192 and step % 32 == 0
         if k > 1:
             assert 4 * step * 128256 <= shard_pass.LOGITS_BYTES
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_waves_of_a_shard_are_full(ranks: int) -> None:
+    V = 128256 // ranks
+    launch = TileLaunch(tuning.TILES["sm_90", 2], 132, True, 8192, V, 256)
+    step = shard_pass._chunk_tokens(launch, 64, counts=False)
+    tiles = step // launch.config.BLOCK_T * launch.num_v
+    assert -tiles % 132 < 0.01 * tiles

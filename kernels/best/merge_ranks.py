@@ -25,10 +25,11 @@ def _merge_ranks_kernel(
     keys = tl.load(keys_ptr + t * k + i, mask=mask, other=LOWEST_KEY)
     backward = BLOCK_K - 1 - i
     for p in range(1, P):
-        # Of two lists in opposite orders the larger of each place are the best of both.
+        # Of two lists in opposite orders the larger of each place are the best of both; they rise
+        # and then fall, so that a merge sorts them.
         place = (p * tl.cast(T, tl.int64) + t) * k + backward
         more = tl.load(keys_ptr + place, mask=mask_t & (backward < k), other=LOWEST_KEY)
-        keys = tl.sort(tl.maximum(keys, more), dim=1, descending=True)
+        keys = tl.bitonic_merge(tl.maximum(keys, more), dim=1, descending=True)
     lse = tl.load(lse_ptr + t, mask=mask_t, other=0.0)
     is_counted = tl.load(counted_ptr + t, mask=mask_t, other=0) != 0
     is_id = (keys != LOWEST_KEY) & is_counted & (lse == lse)
