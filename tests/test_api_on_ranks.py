@@ -141,6 +141,22 @@ def test_collectives_of_a_step(schedule, sequence_parallel):
     assert calls == (*gather, *STATS, "allreduce SUM float32[24]", *again, dhidden)
 
 
+@each_split
+def test_label_logits_of_all_chunks_travel_together(sequence_parallel):
+    problem = UNEVEN.changed(T=640)
+    options: dict[str, Any] = {"schedule": "in_forward", "max_logits_bytes": 1}
+    outcome = on_threads(4, problem, sequence_parallel=sequence_parallel, **options)
+    dhidden = f"allreduce SUM float32[{640 * 32}]"
+    reduced = [call for call in outcome.calls if call.startswith("allreduce") and call != dhidden]
+    per_chunk = [
+        call
+        for n in (256, 256, 128)
+        for call in (f"allreduce MAX float32[{n}]", f"allreduce SUM float32[{n}]")
+    ]
+    assert reduced == ["allreduce SUM float32[640]", *per_chunk]
+    assert misses(outcome, problem) == []
+
+
 @problems.each_schedule
 def test_rescued_rows_change_no_collectives(schedule):
     """Nor does the rank of their labels."""

@@ -27,6 +27,7 @@ class Pass:
         self.places = operands.places
         self.gather, self.logits = gathered_logits(call, operands)
         self.norm: Tensor | None = None
+        self._label_logit: Tensor | None = None
         self.target = Target(
             with_entropy=call.options.with_metrics,
             with_sum_z=call.options.label_smoothing != 0.0,
@@ -35,8 +36,9 @@ class Pass:
     def chunk_loss(self, tokens: tuple[int, int], cache: ColumnCache) -> tuple[TokenStats, Tensor]:
         """Return statistics over the whole vocabulary and the weighted loss of a chunk, each [T].
 
-        All-reduces, whether or not a row needs the rescue: SUM of label logits [T], MAX of the
-        other logits [T], SUM of 3 to 7 rows [T] fp64 (eager: 1 to 3, in stats_dtype).
+        All-reduces, whether or not a row needs the rescue: before the first chunk SUM of the label
+        logits of all tokens; for each chunk MAX of the other logits [T], SUM of 3 to 7 rows [T]
+        fp64 (eager: 1 to 3, in stats_dtype).
 
         ``cache`` receives D of its columns, at the labels too: a saved tensor must not change
         between two backward passes. With ``target.named`` D at these ids is not written.
@@ -51,10 +53,8 @@ class Pass:
         if target.named is not None:
             target = target.rows(slice(first, last))
         sums = kernels.new_sums(logits, target)
-        self.gather.wait()
-        label_logit = kernels.logits_at_ids(logits, logits.labels, None, vocab_size=call.vocab_size)
+        label_logit = part_of(self._label_logits(), first, last)
         others_max = torch.empty_like(label_logit)
-        label_logit = collectives.all_reduce_sum(label_logit, group)
         kernels.linear_stats(
             logits, label_logit, target, cache=cache, others_max=others_max, sums=sums
         )
@@ -78,6 +78,16 @@ class Pass:
             inverse_temperature=logits.inverse_temperature,
             windows=windows,
         )
+
+    def _label_logits(self) -> Tensor:
+        """Return the logits of all tokens' labels, the same on every rank."""
+        if self._label_logit is None:
+            call = self.call
+            self.gather.wait()
+            labels = self.logits.labels
+            here = call.kernels.logits_at_ids(self.logits, labels, None, vocab_size=call.vocab_size)
+            self._label_logit = collectives.all_reduce_sum(here, call.tp_group)
+        return self._label_logit
 
     def metrics(self, stats: TokenStats, tokens: tuple[int, int]) -> Metrics:
         """Return the metrics of a chunk if they are asked for."""

@@ -38,7 +38,7 @@ class InForward(Sizes):
     Sizes are those of the first chunk; later ones hold all columns.
     Forward: three GEMMs of 2 T H V flop. Several chunks accumulate dweight in fp32. Under sequence
     parallelism a gather of hidden, and the sum of dhidden over ranks, in flight during the last
-    dweight; the all-reduces of ``chunk_loss`` per chunk.
+    dweight; the all-reduces of ``chunk_loss``.
     Backward: the gradients times the scalar upstream gradient, at no cost if it is 1. If hidden
     alone needs a gradient, tokens may have upstream gradients of their own: dhidden times these.
     """

@@ -44,8 +44,8 @@ class OverVocabularyInForward:
     """Outputs are those of ``OverVocabulary``, without an entropy.
 
     Forward: two GEMMs of 2 T H V flop, in chunks of tokens. Under sequence parallelism a gather of
-    hidden; the all-reduces of ``chunk_loss`` per chunk; an all-reduce SUM of logits [N]; the sum
-    over ranks of the means [T, H].
+    hidden; the all-reduces of ``chunk_loss``; an all-reduce SUM of logits [N]; the sum over ranks
+    of the means [T, H].
     Backward: N rows of the weight are added; the sum of these over ranks, as of dhidden.
     """
 
