@@ -3,18 +3,19 @@
 Gradients scale with them. Weights far from 1 keep dhidden within the range, hidden states dweight.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from flce_dist import linear_cross_entropy
+from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics, linear_logprob
 from flce_dist.schedules import choose
 from flce_dist.testing import error_budget
 from tests import divergence_problem, problems, score_problem
 from tests.outcomes import Results
-from tests.problems import IGNORE, Inputs, Upstream, both, make_inputs, metric_upstream
+from tests.problems import IGNORE, Inputs, Upstream, both, everywhere, make_inputs, metric_upstream
 
 FACTORS = {  # of upstream gradients, and of what the gradient is proportional to
     "a mean over many tokens": (2.0**-13, 2.0**8),
@@ -175,6 +176,51 @@ def test_one_token_of_infinite_weight_in_forward(impl: str) -> None:
     finite = torch.arange(24) != 3
     assert torch.equal(actual.dhidden[finite], expected.dhidden[finite])
     assert not actual.dhidden[3].isfinite().any()
+
+
+def confident_inputs(V: int) -> Inputs:
+    inputs: Inputs = make_inputs(3, V, 32, torch.float16, ignored=0.0)
+    inputs.weight[inputs.labels] = inputs.hidden / 3
+    return inputs
+
+
+CALLS: dict[str, Callable[..., torch.Tensor]] = {
+    "loss": lambda *of, **how: linear_cross_entropy(*of, reduction="sum", **how),
+    "metrics": lambda *of, **how: -linear_cross_entropy_with_metrics(*of, **how).logprob.sum(),
+    "scores": lambda h, w, ids, **how: -linear_logprob(h, w, ids[:, None], **how).logprob.sum(),
+}
+
+
+@everywhere
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("schedule", ["recompute", "cached"])
+def test_a_loss_scale_at_confident_tokens(impl: str, name: str, schedule: str) -> None:
+    """Hidden states times it are beyond the range, the gradients are not."""
+    inputs = confident_inputs(150)
+
+    def gradients(call: Any, of: Inputs, **options: Any) -> tuple[torch.Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in (of.hidden, of.weight)]
+        (call(*leaves, of.labels, **options) * 2.0**15).backward()
+        return tuple(leaf.grad.cpu() for leaf in leaves if leaf.grad is not None)
+
+    def textbook(*args: Any) -> torch.Tensor:
+        return problems.reference_linear_cross_entropy(*args, reduction="sum")[0]
+
+    there = inputs.to(problems.device_of(impl))
+    actual = gradients(CALLS[name], there, schedule=schedule, impl=impl)
+    truth, eager = (gradients(textbook, x) for x in (inputs.to(torch.float64), inputs))
+    for gradient, true, of_eager in zip(actual, truth, eager, strict=True):
+        assert of_eager.isfinite().all()
+        budget = error_budget(gradient, true, of_eager)
+        assert budget.met, budget
+
+
+@everywhere
+def test_a_logit_scale_at_confident_tokens_in_forward(impl: str) -> None:
+    of_logits = 2.0**15
+    inputs = confident_inputs(150)
+    inputs = replace(inputs, hidden=inputs.hidden * 4, weight=inputs.weight / (4 * of_logits))
+    problems.check(inputs, impl=impl, schedule="in_forward", logit_scale=of_logits)
 
 
 @both

@@ -79,7 +79,7 @@ class InForward(Sizes):
                 from_lse=call.is_from_lse,
                 inverse_temperature=logits.inverse_temperature,
             )
-            return rows, None
+            return rows.half_folded() if call.is_from_lse else rows, None
 
         stats, losses = self.add_chunks(forward_pass, gradients, of_loss)
         metrics = [forward_pass.metrics(*x) for x in zip(stats, self.chunks(), strict=True)]

@@ -94,8 +94,10 @@ class Windows(Sizes):
         norm, cache, entropy, *of_tokens = WindowsSaved(*request.saved)
         call = request.call
         stats = TokenStats(*of_tokens)
-        from_lse = request.call.is_from_lse
+        from_lse = call.is_from_lse
         rows = row_gradient(request, stats, norm, entropy=entropy, from_lse=from_lse)
+        if from_lse:
+            rows = rows.half_folded()
         gradients, chunk = self.opened(request, stats, rows, cache)
         if request.upstream.entropy is not None:
             again = _recomputed(request.upstream.entropy, call.T, chunk.n_counted)

@@ -80,7 +80,8 @@ class OverVocabulary:
             of_unnamed = (factors.dtotal, factors.dother, factors.dentropy)
             stacked = torch.stack([x for x in of_unnamed if x is not None])
             size = (stacked * factors.slope).abs().amax(0)
-            rows = rows.balanced(size.scatter_reduce_(0, ids.token, factor.abs(), "amax"))
+            size.scatter_reduce_(0, ids.token, factor.abs(), "amax")
+            rows = rows.balanced(size).half_folded()
             assert rows.scale is not None
             factor = factor / rows.scale.index_select(0, ids.token)
         operands = operands._replace(labels=unnamed.labels, inverse_temperature=inverse)

@@ -33,6 +33,7 @@ from torch import Tensor
 RESCUE_ABOVE = 50.0
 # Least logit of a label that others can be relative to without losing precision.
 LOWEST = -(2.0**20)
+_LARGEST_ROOT = 2.0**12  # in D, whose other factors are near 1
 FAR = -1e30  # for -inf where x is multiplied by exp(x): 0 * -inf would be NaN
 
 
@@ -179,12 +180,35 @@ class RowGradient(NamedTuple):
             affine=tuple(x / size for x in self.affine),
         )
 
+    def half_folded(self) -> "RowGradient":
+        """The same ``dz`` with the root of a large scale inside D, for fp16; see ``root_of_large``.
+
+        Without ``affine`` it is in the reference: ``exp(z - reference)`` is as much larger.
+        """
+        assert self.scale is not None
+        root = root_of_large(self.scale)
+        return self._replace(
+            scale=self.scale / root,
+            reference=self.reference if self.affine else self.reference - root.log(),
+            label_value=self.label_value * root,
+            affine=tuple(x * root for x in self.affine),
+        )
+
 
 def power_of_two(x: Tensor) -> Tensor:
     """Return the largest normal power of two up to x >= 0, fp32; of 0 the least, of NaN inf."""
     exponents = 0x7F800000
     power = x.contiguous().view(torch.int32).bitwise_and(exponents).view(torch.float32)
     return power.clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def root_of_large(scale: Tensor) -> Tensor:
+    """Return [T] from 1 on: the power of two next to the root of a scale, for D in fp16 to contain.
+
+    Hidden times all of a loss scale may pass 65,504 where the gradient, with a small D, does not.
+    Neither does hidden times what is left then, nor D.
+    """
+    return power_of_two(scale.abs().sqrt()).clamp(1.0, _LARGEST_ROOT)
 
 
 def label_value(
