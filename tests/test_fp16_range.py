@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics, linear_logprob
+from flce_dist import (
+    linear_cross_entropy,
+    linear_cross_entropy_with_metrics,
+    linear_divergence,
+    linear_logprob,
+)
 from flce_dist.schedules import choose
 from flce_dist.testing import error_budget
 from tests import divergence_problem, problems, score_problem
@@ -176,6 +181,36 @@ def test_one_token_of_infinite_weight_in_forward(impl: str) -> None:
     finite = torch.arange(24) != 3
     assert torch.equal(actual.dhidden[finite], expected.dhidden[finite])
     assert not actual.dhidden[3].isfinite().any()
+
+
+@everywhere
+@pytest.mark.parametrize("schedule", ["recompute", "cached"])
+@divergence_problem.each_kind
+def test_a_loss_scale_at_students_near_their_teachers(impl: str, kind: str, schedule: str) -> None:
+    """Hidden states times it are beyond the range, the gradients are not."""
+    given = divergence_problem.problem(
+        torch.float16, spread=0.05, bias=False, kind=kind, schedule=schedule, reduction="sum"
+    )
+    given = replace(given, hidden=given.hidden * 2, weight=given.weight / 2)
+    loss_scale = torch.tensor(2.0**18)
+    actual = divergence_problem.run_op(given, impl, upstream=loss_scale)
+    truth, eager = (
+        divergence_problem.run_reference(x, loss_scale) for x in (given.to(torch.float64), given)
+    )
+    assert eager["dweight"].isfinite().all()
+    for name in GRADIENTS:
+        budget = error_budget(actual[name], truth[name], eager[name])
+        assert budget.met, f"{name}: {budget}"
+
+
+def test_a_cached_divergence_is_differentiated_twice() -> None:
+    """The first backward leaves D as it is."""
+    given = divergence_problem.problem(torch.float16, schedule="cached", reduction="sum")
+    leaves = given.hidden.requires_grad_(), given.weight.requires_grad_()
+    loss = linear_divergence(**given.operands, **given.options, impl="eager") * 2.0**6
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    again = torch.autograd.grad(loss, leaves)
+    assert all(x.any() and torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
 def confident_inputs(V: int) -> Inputs:

@@ -20,7 +20,7 @@ from flce_dist.core.statistics import gathered_logits
 from flce_dist.divergence.pair import Pair, Teacher, TeacherOperands, ranges
 from flce_dist.kernels.divergence.formulas import Measure, PairStats
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, new_window
-from flce_dist.kernels.rows.formulas import RowGradient, TokenStats, token_dloss
+from flce_dist.kernels.rows.formulas import RowGradient, TokenStats, root_of_large, token_dloss
 from flce_dist.parallel.collectives import TokenGather
 from flce_dist.parallel.counted import at_places, put_back
 from flce_dist.schedules.in_forward import SavedGradients, factors_of_forward, times_upstream
@@ -97,7 +97,10 @@ class DivergenceInForward(Divergence):
 
 
 class DivergenceCached(Divergence):
-    """Forward keeps D of each token's value, [T, V]: two GEMMs, and two in backward."""
+    """Forward keeps D of each token's value, [T, V]: two GEMMs, and two in backward.
+
+    In fp16 backward multiplies D by the root of a large scale, in place if it is the last one.
+    """
 
     keeps_operands: ClassVar[bool] = True
 
@@ -117,6 +120,14 @@ class DivergenceCached(Divergence):
         norm, d, size = request.saved
         assert operands is not None
         scale = _token_factor(call, operands, norm, request.upstream.loss)
+        if call.is_from_lse and call.needs.weight:
+            root = root_of_large(scale)
+            scale = scale / root
+            out = d if request.is_last else _new_d(call, (0, self.T), d.device)
+            labels = operands.labels
+            ignore_index = call.options.ignore_index
+            call.kernels.scale_rows(d, root, labels, ignore_index=ignore_index, out=out)
+            d = out
         gather, logits = gathered_logits(call, operands)
         gather.start()
         gradients = Gradients(call, operands, request.accumulator)
@@ -248,7 +259,13 @@ def _token_factor(
 def _factors(
     call: Call, operands: Operands, norm: Tensor | None, dloss: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what D contains, and what it does not: in fp16 small factors would become 0."""
+    """Return what D contains, and what it does not: in fp16 small factors would become 0.
+
+    Of large ones D contains the square of ``root_of_large``, and the token's size the root of that.
+    """
     slope = _slope(call, operands)
     scale = _token_factor(call, operands, norm, dloss)
-    return (slope, scale) if call.is_from_lse else (slope * scale, None)
+    if not call.is_from_lse:
+        return slope * scale, None
+    large = root_of_large(scale).square()
+    return slope * large, scale / large
