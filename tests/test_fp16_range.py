@@ -19,6 +19,7 @@ from flce_dist import (
 from flce_dist.schedules import choose
 from flce_dist.testing import error_budget
 from tests import divergence_problem, problems, score_problem
+from tests.filtered_formula import check_filtered
 from tests.outcomes import Results
 from tests.problems import IGNORE, Inputs, Upstream, both, everywhere, make_inputs, metric_upstream
 
@@ -256,6 +257,18 @@ def test_a_logit_scale_at_confident_tokens_in_forward(impl: str) -> None:
     inputs = confident_inputs(150)
     inputs = replace(inputs, hidden=inputs.hidden * 4, weight=inputs.weight / (4 * of_logits))
     problems.check(inputs, impl=impl, schedule="in_forward", logit_scale=of_logits)
+
+
+@everywhere
+@pytest.mark.parametrize("bias", [False, True])
+def test_loss_scales_at_confident_tokens_filtered(impl: str, bias: bool) -> None:
+    """Of three tiles the first has no label. Profiles do not depend on the scales."""
+    inputs = confident_inputs(600)
+    assert inputs.labels.min() >= 256
+    if bias:
+        inputs = replace(inputs, bias=torch.zeros(600, dtype=torch.float16))
+    upstream = Upstream(torch.tensor([2.0**15, 2.0**13, 1.0]))
+    check_filtered(inputs, 2.0**-6, upstream, impl=impl, reduction="none")
 
 
 @both

@@ -24,7 +24,7 @@ from flce_dist.kernels import gemm
 from flce_dist.kernels.filtered import eager
 from flce_dist.kernels.filtered.tiles import TILE_V, tile_grid
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, rows_of
-from flce_dist.kernels.rows.formulas import TokenStats
+from flce_dist.kernels.rows.formulas import TokenStats, root_of_large
 from flce_dist.parallel import collectives
 from flce_dist.schedules.windows import Windows, WindowsSaved, closed
 
@@ -191,8 +191,12 @@ def _add_dense(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     sample = eager.profile_sample(logits.labels, rows.scale, ignore_index=logits.ignore_index)
     chunk.gather.wait()
     total = eager.tile_profile(logits, rows.reference, kept, sample)
-    scale = None if gradients.call.is_from_lse else rows.scale  # as in the other tiles of D
-    gradients.add(chunk._replace(elements=eager.RankOne(logits, total, kept, mass, scale)))
+    scale = rows.scale  # as in the other tiles of D
+    if gradients.call.is_from_lse:
+        scale = root_of_large(scale)
+        rows = rows.half_folded()
+    elements = eager.RankOne(logits, total, kept, mass, scale)
+    gradients.add(chunk._replace(rows=rows, elements=elements))
 
 
 def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -> None:
@@ -211,13 +215,16 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     capacity = max(2, chunk.window_v // TILE_V) * len(kept)
     lists = kernels.tile_lists(kept, capacity)
     sample = kernels.profile_sample(logits.labels, rows.scale, ignore_index=logits.ignore_index)
-    dbias = scale_of_d = None
+    dbias = None
     if gradients.dbias is not None:
         dbias = gradients.dbias[: logits.V]
         of_tiles = gemm.weighted_row_sum(rows.scale, mass.T)
-    if call.dtype != torch.float16:  # fp16 would flush scaled D; dhidden is scaled at the end
-        scale_of_d = rows.scale
-        rows = rows._replace(scale=None)
+    scale_of_d = rows.scale
+    rest = None
+    if call.is_from_lse:  # fp16 would flush D times a small one; dhidden is scaled at the end
+        scale_of_d = root_of_large(rows.scale)
+        rest = rows.scale / scale_of_d
+    rows = rows._replace(scale=rest)
 
     gather.wait()
     total = kernels.tile_profile(logits, rows.reference, kept, sample)
