@@ -168,6 +168,7 @@ def best(logits: ShardLogits, token: torch.Tensor) -> list[tuple[str, Callable[[
         (" one", partial(call, k=1)),
         (" rank", partial(call, k=0, label_logit=token)),
         (" many", partial(call, k=64)),
+        (" most", partial(call, k=2048)),
         (" sample", partial(call, k=1, noise=Noise(1, logits.labels))),
         (" sample", partial(unaligned, k=1, noise=Noise(1, logits.labels))),
         ("", rest),

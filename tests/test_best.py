@@ -284,3 +284,13 @@ def test_waves_of_a_shard_are_full(ranks: int) -> None:
     step = shard_pass._chunk_tokens(launch, 64, counts=False)
     tiles = step // launch.config.BLOCK_T * launch.num_v
     assert -tiles % 132 < 0.01 * tiles
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("k", [2, 64, 256, 1024, 2048])
+def test_a_shard_has_as_many_blocks_as_ids(k: int, ranks: int) -> None:
+    """Else no maximum bounds the k-th logit. Blocks are no narrower than that takes."""
+    V = 128256 // ranks
+    columns = shard_pass._block_columns(V, k)
+    assert V // columns >= k or columns == 8
+    assert columns == shard_pass.BLOCK_COLUMNS or V // (2 * columns) < k

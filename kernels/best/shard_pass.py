@@ -30,7 +30,9 @@ them 344 MiB, and fill 20.9 waves of 132 tiles, where 1280 tokens, 313 MiB, took
 BLOCK_COLUMNS = 64
 """Columns of a block whose largest logit tells whether its logits are read again. With the 256 of a
 tile the 256 best of 8192 tokens took 16.9 ms on an H200, with 64 15.4; with 32 the maxima cost more
-than they save."""
+than they save. A shard of fewer blocks than ids has narrower ones."""
+
+_LEAST_COLUMNS = 8
 
 PART_BYTES = 64 << 20
 """Limit of a chunk's partial statistics: 8192 tokens of 501 tiles, 8 bytes each, are 31 MiB."""
@@ -217,6 +219,16 @@ def _chunk_tokens(launch: TileLaunch, k: int, *, counts: bool) -> int:
     return BLOCK_T * min(range(blocks, blocks // 2, -1), key=idle_share)
 
 
+def _block_columns(V: int, k: int) -> int:
+    """Choose the columns of a block: with fewer blocks than ids no maximum bounds the k-th logit,
+    and a program reads all of a row.
+    """
+    columns = BLOCK_COLUMNS
+    while columns > _LEAST_COLUMNS and V < k * columns:
+        columns //= 2
+    return columns
+
+
 def _best_of_chunk(
     logits: ShardLogits, k: int, label_logit: Tensor | None, noise: Noise | None, *, out: ShardBest
 ) -> None:  # fmt: skip
@@ -227,7 +239,7 @@ def _best_of_chunk(
     groups = num_v * (BLOCK_V // launch.group_v)
     part = torch.empty(2, groups, T, dtype=torch.float32, device=device)
     score = column = above = maxima = None
-    columns = min(BLOCK_COLUMNS, launch.group_v)
+    columns = min(_block_columns(V, k), launch.group_v)
     if z is not None and columns < launch.group_v:
         maxima = torch.empty(num_v * (BLOCK_V // columns), T, dtype=torch.float32, device=device)
     if k == 1:
