@@ -45,7 +45,7 @@ __all__ = [
     "plan",
     "vocab_range",
 ]
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _MODULES = (
     "compat",
