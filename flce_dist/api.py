@@ -18,13 +18,13 @@ from flce_dist.arguments.options import (
 )
 from flce_dist.arguments.passed import Arguments, in_callers_order, settled, tempered
 from flce_dist.arguments.prepare import counted_operands, prepare
-from flce_dist.arguments.rank_check import check_alike, names_meant, refusals_told
+from flce_dist.arguments.rank_check import check_alike, refusals_told, told_if_unbound
 from flce_dist.core import compiled
 from flce_dist.core.autograd import differentiable, refuse_transforms
 from flce_dist.core.call import Call, LossWithMetrics, Operands
 
 
-@names_meant
+@told_if_unbound
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -200,6 +200,7 @@ def linear_cross_entropy(
 
 
 @signed_like(linear_cross_entropy)
+@told_if_unbound
 def linear_cross_entropy_with_metrics(
     hidden: Tensor,
     weight: Tensor,

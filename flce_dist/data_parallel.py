@@ -26,11 +26,12 @@ from flce_dist.arguments.options import (
     keywords_of,
 )
 from flce_dist.arguments.passed import Arguments, tempered
-from flce_dist.arguments.rank_check import refusals_told
+from flce_dist.arguments.rank_check import refusals_told, told_if_unbound
 from flce_dist.parallel import collectives
 from flce_dist.parallel.upstream import serial_of_call, upstream_of_mean
 
 
+@told_if_unbound
 def data_parallel_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

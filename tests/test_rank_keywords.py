@@ -187,6 +187,34 @@ def test_what_one_rank_misspells_raises_on_all(function, changes):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("how", ["forgotten", "forgotten by name", "too many", "twice"])
+def test_arguments_of_one_rank_that_python_refuses_raise_on_all(function, how):
+    """Before the function begins, that is."""
+
+    def rank(group: dist.ProcessGroup) -> str:
+        kwargs = call(function, group)
+        args: list[Any] = []
+        if group.rank() == 1:
+            if "by name" not in how:
+                args = [kwargs.pop("hidden"), kwargs["weight"]]
+            if how != "twice":
+                del kwargs["weight"]
+            if how == "forgotten":
+                del args[1]
+            if how == "too many":
+                args += [None] * 9
+        try:
+            getattr(flce_dist, function)(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return ""
+
+    first, second = run_ranks(rank, 2)
+    assert first.startswith(f"{BEGINS}rank 1 raised TypeError: ") and first.endswith(second)
+    assert f"{function}()" in second and ("weight" in second or how == "too many")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_temperature_below_0_on_one_rank_raises_on_all(function):
     temperature = torch.ones(T).index_fill(0, torch.tensor(3), -1.0)
 

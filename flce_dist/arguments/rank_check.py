@@ -124,17 +124,38 @@ def _tell_refusal(function: str, error: Exception, group: Any, x: Any) -> None:
         _gathered(_Message(function, f"{type(error).__name__}: {error}", {}), group, x)
 
 
-def names_meant(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let Python's TypeError for a keyword that ``function`` does not have say which was meant."""
-    parameters = frozenset(inspect.signature(function).parameters)
+def told_if_unbound(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Where Python refuses one rank's arguments, a missing one or a keyword, all ranks raise.
+
+    Of a keyword that ``function`` does not have the error says which was meant. Its group is the
+    parameter data_group or else tp_group, and the first one is on the group's device.
+    """
+    parameters = inspect.signature(function).parameters
+    names = frozenset(parameters)
+    kinds = [parameter.kind for parameter in parameters.values()]
+    takes_any_keyword = inspect.Parameter.VAR_KEYWORD in kinds
+    positional = [name for name, x in parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    required = [name for name in positional if parameters[name].default is inspect.Parameter.empty]
+    group_name = "data_group" if "data_group" in names else "tp_group"
+
+    def binds(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        return (
+            len(args) <= len(positional)
+            and all(name in kwargs for name in required[len(args) :])
+            and not any(name in kwargs for name in positional[: len(args)])
+            and (takes_any_keyword or names.issuperset(kwargs))
+        )
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not parameters.issuperset(kwargs):
-            hidden = args[0] if args else kwargs.get("hidden")
-            with refusals_told(function.__name__, kwargs.get("tp_group"), hidden):
+        if binds(args, kwargs):
+            return function(*args, **kwargs)
+        passed = {**dict(zip(positional, args, strict=False)), **kwargs}
+        group = passed.get(group_name)
+        with refusals_told(function.__name__, group, passed.get(positional[0])):
+            if not takes_any_keyword:
                 refuse_unknown(function, kwargs)
-        return function(*args, **kwargs)
+            return function(*args, **kwargs)
 
     return call
 

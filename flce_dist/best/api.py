@@ -23,7 +23,7 @@ from flce_dist.arguments.passed import (
     tempered,
 )
 from flce_dist.arguments.prepare import prepare
-from flce_dist.arguments.rank_check import check_alike, refusals_told
+from flce_dist.arguments.rank_check import check_alike, refusals_told, told_if_unbound
 from flce_dist.best.schedule import Sample, TopK
 from flce_dist.core.autograd import refuse_transforms, run_forward
 from flce_dist.kernels.best.interface import MOST_K
@@ -73,6 +73,7 @@ class SampledIds(NamedTuple):
     logprob: Tensor  # [...] fp32 (fp64 for fp64 hidden), NaN or -inf there
 
 
+@told_if_unbound
 def linear_top_k(
     hidden: Tensor,
     weight: Tensor,
@@ -139,6 +140,7 @@ def _checked_top_p(top_p: float | None) -> float | None:
     return values.number("top_p", top_p, words, least=least, most=1.0, optional=True)
 
 
+@told_if_unbound
 def linear_sample(
     hidden: Tensor,
     weight: Tensor,

@@ -14,7 +14,7 @@ from flce_dist.arguments.check_tensors import FLOATS, check_tensor
 from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.options import DivergenceOptions, Kind, keywords_of, signed_like
 from flce_dist.arguments.passed import Arguments
-from flce_dist.arguments.rank_check import refusals_told
+from flce_dist.arguments.rank_check import refusals_told, told_if_unbound
 from flce_dist.core.autograd import refuse_transforms
 from flce_dist.divergence.prepare import TeacherArguments, checked_teacher, diverged
 from flce_dist.kernels.divergence.formulas import Measure
@@ -36,6 +36,7 @@ class DivergenceWithMetrics(NamedTuple):
     overlap: Tensor  # [...] sum over the vocabulary of the smaller probability
 
 
+@told_if_unbound
 def linear_divergence(
     hidden: Tensor,
     weight: Tensor,
@@ -136,6 +137,7 @@ def linear_divergence(
 
 
 @signed_like(linear_divergence)
+@told_if_unbound
 def linear_divergence_with_metrics(
     hidden: Tensor,
     weight: Tensor,

@@ -22,7 +22,7 @@ from flce_dist.arguments.passed import (
     tempered,
 )
 from flce_dist.arguments.prepare import prepare
-from flce_dist.arguments.rank_check import check_alike, refusals_told
+from flce_dist.arguments.rank_check import check_alike, refusals_told, told_if_unbound
 from flce_dist.core.autograd import differentiable, refuse_transforms
 from flce_dist.core.call import Schedule
 from flce_dist.schedules.choose import Plan
@@ -45,6 +45,7 @@ class TokenScores(NamedTuple):
     entropy: Tensor | None  # [...] of the distribution in nats, if asked for
 
 
+@told_if_unbound
 def linear_logprob(
     hidden: Tensor,
     weight: Tensor,
