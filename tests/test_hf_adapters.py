@@ -81,8 +81,12 @@ def test_steps(name, order):
 
 def test_what_wraps_the_head_is_named_by_its_classes():
     config = peft.LoraConfig(r=4, target_modules=["lm_head"], trainable_token_indices=TOKENS)
+    try:
+        model = peft.get_peft_model(theirs("qwen3, tied"), config)
+    except TypeError as error:
+        pytest.skip(f"PEFT refuses it with this transformers: {error}")
     with pytest.raises(NotImplementedError, match=r"got Linear around TrainableTokensWrapper$"):
-        ORDERS["adapter first"](theirs("qwen3, tied"), config)
+        use_linear_cross_entropy(model)
 
 
 @pytest.mark.parametrize("order", ORDERS)
