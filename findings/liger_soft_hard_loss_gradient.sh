@@ -2,7 +2,7 @@
 # liger-kernel 0.8.5: LigerFusedLinearJSDLoss and LigerFusedLinearCosineSimilarityLoss with
 # return_soft_hard_loss=True also return the soft and the hard loss, and say that these require
 # gradients. But backward of a sum of the two, as with weights of one's own, gives gradients that
-# are all 0, where the first result, the same sum, gives right ones. No error, no warning.
+# are all 0, where those of the first result, the same sum, are not. No error, no warning.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -35,16 +35,16 @@ def of_loss(loss_class, chosen):
 
 is_as_described = True
 for loss_class in (LigerFusedLinearJSDLoss, LigerFusedLinearCosineSimilarityLoss):
-    whole, right = of_loss(loss_class, lambda whole, soft, hard: whole)
+    whole, kept = of_loss(loss_class, lambda whole, soft, hard: whole)
     parts, lost = of_loss(loss_class, lambda whole, soft, hard: 0.5 * soft + 0.5 * hard)
     print(loss_class.__name__)
     for name, loss, gradient in (
-        ("as returned:         ", whole, right),
+        ("as returned:         ", whole, kept),
         ("0.5 soft + 0.5 hard: ", parts, lost),
     ):
         largest = gradient.abs().max().item()
         print(f"    {name} {loss.item():.4f}, largest element of the gradient {largest:.4f}")
-    is_as_described &= torch.allclose(whole, parts) and right.abs().max() > 0.1
+    is_as_described &= torch.allclose(whole, parts) and kept.abs().max() > 0.1
     is_as_described &= parts.requires_grad and lost.count_nonzero() == 0
 sys.exit(0 if is_as_described else "the soft and hard losses now have gradients, or require none")
 PROGRAM
