@@ -176,6 +176,7 @@ def test_a_value_that_one_rank_refuses_raises_on_all(function, keyword):
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("changes", [
     {"reductoin": "sum"},
+    {"function": 1},
     {"temperature": -1.0},
     {"temperature": "warm"},
     {"hidden": [1.0]},

@@ -128,7 +128,8 @@ def told_if_unbound(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Where Python refuses one rank's arguments, a missing one or a keyword, all ranks raise.
 
     Of a keyword that ``function`` does not have the error says which was meant. Its group is the
-    parameter data_group or else tp_group, and the first one is on the group's device.
+    parameter data_group or else tp_group, and the first one is on the group's device. A group that
+    this rank did not pass is not known, so nobody is told.
     """
     parameters = inspect.signature(function).parameters
     names = frozenset(parameters)

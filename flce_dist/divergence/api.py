@@ -157,6 +157,7 @@ def linear_divergence_with_metrics(
 
 def _diverged(
     function: Callable[..., Any],
+    /,
     hidden: Tensor,
     weight: Tensor,
     teacher_hidden: Tensor,

@@ -206,7 +206,8 @@ def root_of_large(scale: Tensor) -> Tensor:
     """Return [T] from 1 on: the power of two next to the root of a scale, for D in fp16 to contain.
 
     Hidden times all of a loss scale may pass 65,504 where the gradient, with a small D, does not.
-    Neither does hidden times what is left then, nor D.
+    What is left is up to twice the root: hidden may reach 180 at a scale of 2^15, 64 at 2^18. D
+    does not get more, since its other factors may be above 1.
     """
     return power_of_two(scale.abs().sqrt()).clamp(1.0, _LARGEST_ROOT)
 
