@@ -220,8 +220,9 @@ def _chunk_tokens(launch: TileLaunch, k: int, *, counts: bool) -> int:
 
 
 def _block_columns(V: int, k: int) -> int:
-    """Choose the columns of a block: with fewer blocks than ids no maximum bounds the k-th logit,
-    and a program reads all of a row.
+    """Choose the columns of a block such that there are as many blocks as ids, if they can be.
+
+    With fewer no maximum bounds the k-th logit, and a program reads all of a row.
     """
     columns = BLOCK_COLUMNS
     while columns > _LEAST_COLUMNS and V < k * columns:
