@@ -164,10 +164,11 @@ class FakeTensor:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
-        """``torch.sum(shares, 0)``."""
-        assert func is torch.sum and args[1:] == (0,) and not kwargs
+        """``torch.sum(shares, 0, out=out)``."""
+        assert func is torch.sum and args[1:] == (0,) and kwargs.keys() == {"out"}
         shares = args[0]
-        (P, n), out = shares.shape[:2], shares.new_empty(*shares.shape[1:])
+        P, n = shares.shape[:2]
+        out = shares.new_empty(*shares.shape[1:]) if kwargs["out"] is None else kwargs["out"]
 
         def add(tags: list[Any]) -> list[Any]:
             return ["+".join(sorted(map(str, tags[i::n]))) for i in range(n)]

@@ -77,6 +77,43 @@ def training(rank: Rank) -> None:
         scatter(rank, dhidden, turn)
 
 
+def sections(rank: Rank) -> None:
+    """What a call in sections issues: the next gather begins, and the last sum ends, in between."""
+    hidden, dhidden = memory_of(rank), memory_of(rank)
+    T = ROWS * rank.P
+    result = rank.empty((3 * ROWS, 1), torch.float32)
+
+    def begun(turn: int) -> PeerGather:
+        x: Any = FakeTensor(rank, Storage(rank, ROWS * 4), 0, (ROWS, 1), torch.float32)
+        with rank.outside_the_call():
+            rank.fill(x, [(turn, rank.rank, k) for k in range(ROWS)])
+        gather = PeerGather(x, hidden)
+        gather.start()
+        return gather
+
+    upcoming = begun(0)
+    last: PeerScatter | None = None
+    for turn in range(3):
+        tokens: Any = upcoming.wait()
+        rank.all_reduce()
+        rank.expect(tokens, [(turn, r, k) for r in range(rank.P) for k in range(ROWS)])
+        if turn < 2:
+            upcoming = begun(turn + 1)
+        if last is not None:
+            last.wait()
+        out: Any = result[ROWS * turn : ROWS * (turn + 1)]
+        last = PeerScatter((T, 1), torch.float32, dhidden, out)
+        last.acquire()
+        share: Any = last.tokens
+        rank.fill(share, [(turn, rank.rank, t) for t in range(T)])
+        last.start()
+    assert last is not None
+    last.wait()
+    mine = range(ROWS * rank.rank, ROWS * (rank.rank + 1))
+    sums = ["+".join(str((turn, r, t)) for r in range(rank.P)) for turn in range(3) for t in mine]
+    rank.expect(result, sums)
+
+
 def captured(rank: Rank, memory: PeerMemory, turn: Any = "graph") -> Graph:
     with own_stream(rank), rank.capturing() as graph:
         gather(rank, memory, turn)
@@ -190,7 +227,7 @@ SCENARIOS: dict[str, Callable[[Rank], None]] = {
     **{
         program.__name__: program
         for program in (
-            training, graph, graph_of_one_rank, graph_of_sums, graph_of_two_streams,
+            training, sections, graph, graph_of_one_rank, graph_of_sums, graph_of_two_streams,
             failed_capture, exception,
         )
     },

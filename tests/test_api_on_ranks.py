@@ -141,11 +141,11 @@ def test_collectives_of_a_step(schedule, sequence_parallel):
     assert calls == (*gather, *STATS, "allreduce SUM float32[24]", *again, dhidden)
 
 
-@each_split
-def test_label_logits_of_all_chunks_travel_together(sequence_parallel):
+def test_label_logits_of_all_chunks_travel_together():
+    """Where hidden is replicated, and no section is still to come."""
     problem = UNEVEN.changed(T=640)
     options: dict[str, Any] = {"schedule": "in_forward", "max_logits_bytes": 1}
-    outcome = on_threads(4, problem, sequence_parallel=sequence_parallel, **options)
+    outcome = on_threads(4, problem, **options)
     dhidden = f"allreduce SUM float32[{640 * 32}]"
     reduced = [call for call in outcome.calls if call.startswith("allreduce") and call != dhidden]
     per_chunk = [

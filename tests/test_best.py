@@ -8,7 +8,7 @@ import torch
 
 from flce_dist import linear_logprob
 from flce_dist.kernels import tuning
-from flce_dist.kernels.best import eager, shard_pass, winners
+from flce_dist.kernels.best import chunks, eager, shard_pass, winners
 from flce_dist.kernels.logits.launching import TileLaunch, tile_launch
 from flce_dist.kernels.logits.operands import ShardLogits
 from tests.best_problem import (
@@ -237,7 +237,7 @@ def test_autocast_casts_the_operands() -> None:
 def test_chunks_of_tokens_change_no_bit(impl: str, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = problem(k=k)
     whole = best(asked, impl)
-    monkeypatch.setattr(shard_pass, "PART_BYTES", 4 * 6 * 5 * 5)
+    monkeypatch.setattr(chunks, "PART_BYTES", 4 * 6 * 5 * 5)
     monkeypatch.setattr(eager, "SCRATCH_BYTES", 4 * V * 5)
     assert same_bits(best(asked, impl), whole)
 
@@ -271,17 +271,17 @@ def test_waves_are_full_and_memory_has_a_bound() -> None:
     logits = ShardLogits(hidden, weight, None, labels, 0, -100, 1.0, None)
     launch = tile_launch(logits)
     for k, counts in ((0, True), (1, True), (64, False)):
-        step = shard_pass._chunk_tokens(launch, k, counts=counts)
+        step = chunks.chunk_tokens(8192, 128256, k, counts=counts, grid=shard_pass.grid_of(launch))
         assert 0 < step < 8192 and step % 32 == 0
         if k > 1:
-            assert 4 * step * 128256 <= shard_pass.LOGITS_BYTES
+            assert 4 * step * 128256 <= chunks.LOGITS_BYTES
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_waves_of_a_shard_are_full(ranks: int) -> None:
     V = 128256 // ranks
     launch = TileLaunch(tuning.TILES["sm_90", 2], 132, True, 8192, V, 256)
-    step = shard_pass._chunk_tokens(launch, 64, counts=False)
+    step = chunks.chunk_tokens(8192, V, 64, counts=False, grid=shard_pass.grid_of(launch))
     tiles = step // launch.config.BLOCK_T * launch.num_v
     assert -tiles % 132 < 0.01 * tiles
 

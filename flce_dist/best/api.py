@@ -232,10 +232,10 @@ def _run(name: str, arguments: Arguments, schedule: TopK | Sample) -> tuple[Any,
             Arguments(hidden, weight, labels, bias, None, temperatures, options, tp_group)
         )
         call, operands = prepare(ordered, [False, False, False])
-    forward_alone: Any = schedule
+    forward_alone: Any = schedule.sized(call)
     call = replace(call, schedule=forward_alone)
     check_alike(name, call, operands)
-    first, behind, _ = run_forward(call, schedule.operands(call, operands))
+    first, behind, _ = run_forward(call, forward_alone.operands(call, operands))
     shape = ordered.labels.shape
     results = [None if x is None else x.view(*shape, *x.shape[1:]) for x in (first, *behind)]
     return in_callers_order(results, ordered, arguments)

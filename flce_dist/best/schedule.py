@@ -4,32 +4,45 @@ T = tokens of the tensor-parallel group, V = real vocabulary rows here, k = ids 
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flce_dist.arguments.prepare import counted_operands
 from flce_dist.core.call import Call, Operands, Outputs, Saved
+from flce_dist.core.sections import Section, joined, rows_of_sections, sections_of
 from flce_dist.core.statistics import gathered_logits
+from flce_dist.kernels.best.chunks import Grid, chunk_tokens
 from flce_dist.kernels.best.interface import Noise, ShardBest, kernels_of
 from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.parallel import collectives
 from flce_dist.parallel.counted import put_back
+from flce_dist.parallel.vocab import INVARIANT_ROWS
+
+_GRID = Grid(tile_t=128, tile_v=256, groups=1, programs=132)  # of an H100 or H200
 
 
 @dataclass(frozen=True)
 class TopK:
     """The first output is lse; the others are ids, logprob, and the label's logprob and rank.
 
-    Collectives: under sequence parallelism a gather of hidden; with labels a SUM of their logits
-    [T]; MAX of the largest logits [T]; SUM of 2 rows [T] fp64 (eager: 1, in stats_dtype); with
-    labels a SUM of ranks [T] int64; with k a gather of keys [T, k] int64 (eager: 2 k).
+    Collectives: for each section under sequence parallelism a gather of hidden, in flight while the
+    one before is computed, and with labels a SUM of their logits. Then, of all tokens, MAX of the
+    largest logits [T]; SUM of 2 rows [T] fp64 (eager: 1, in stats_dtype); with labels a SUM of
+    ranks [T] int64; with k a gather of keys [T, k] int64 (eager: 2 k).
     """
 
     k: int  # 0: no ids
     top_p: float | None
     with_labels: bool
+    section_t: int = field(default=0, repr=False)  # tokens of a section; ``sized`` says
+
+    def sized(self, call: Call) -> "TopK":
+        counts = self.with_labels
+        return replace(self, section_t=_section_tokens(call, self.k, counts=counts))
 
     def operands(self, call: Call, operands: Operands) -> Operands:
         """Return the operands with labels that are checked; 0 of each token without labels."""
@@ -40,11 +53,18 @@ class TopK:
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
         kernels = kernels_of(call.impl)
         group = call.tp_group
-        logits, counted = _gathered(call, operands)
-        label_logit = None
-        if self.with_labels:
-            label_logit = _label_logits(call, logits)
-        best = kernels.best_of_shard(logits, k=self.k, label_logit=label_logit, noise=None)
+        counted = operands.labels != call.options.ignore_index
+        sections = _sections(call, operands, self.section_t)
+        of_shard = []
+        of_labels = []
+        for section, logits in _gathered(sections):
+            of_label = _label_logits(section.call, logits) if self.with_labels else None
+            of_labels.append(of_label)
+            of_shard.append(
+                kernels.best_of_shard(logits, k=self.k, label_logit=of_label, noise=None)
+            )
+        best = _in_order(of_shard, sections)
+        label_logit = _joined(of_labels, sections)
         lse = merged_lse(call, best)
         ids = logprob = label_logprob = label_rank = None
         if best.pairs is not None:
@@ -67,24 +87,33 @@ class TopK:
 class Sample:
     """The outputs are logprob and ids. ``operands.labels`` are the counters of draws.
 
-    Collectives: as of ``TopK`` with k = 1 and without labels; then a SUM of the ids' logits [T].
+    Collectives for each section: as of ``TopK`` with k = 1 and without labels; then a SUM of the
+    ids' logits.
     """
 
     seed: int
+    section_t: int = field(default=0, repr=False)
+
+    def sized(self, call: Call) -> "Sample":
+        return replace(self, section_t=_section_tokens(call, 1, counts=False))
 
     def operands(self, call: Call, operands: Operands) -> Operands:
         return operands
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
-        kernels = kernels_of(call.impl)
-        noise = Noise(self.seed, operands.labels)
-        logits, counted = _gathered(
-            call, operands._replace(labels=torch.zeros_like(noise.counters))
-        )
-        best = kernels.best_of_shard(logits, k=1, label_logit=None, noise=noise)
+        sections = _sections(call, operands, self.section_t)
+        drawn = [self._draw(section.call, logits) for section, logits in _gathered(sections)]
+        logprob, ids = (joined(parts, sections[0].P) for parts in zip(*drawn, strict=True))
+        return logprob, (ids,), ()
+
+    def _draw(self, call: Call, logits: ShardLogits) -> tuple[Tensor, Tensor]:
+        """Return logprob and ids of the section whose labels are counters."""
+        noise = Noise(self.seed, logits.labels)
+        logits = logits._replace(labels=torch.zeros_like(noise.counters))
+        best = kernels_of(call.impl).best_of_shard(logits, k=1, label_logit=None, noise=noise)
         lse = merged_lse(call, best)
         assert best.pairs is not None
-        ids = merged_ids(call, best.pairs, lse, counted, k=1, top_p=None)[0][:, 0]
+        ids = merged_ids(call, best.pairs, lse, logits.counted, k=1, top_p=None)[0][:, 0]
         is_id = ids >= 0
         logits = logits._replace(labels=ids.where(is_id, call.options.ignore_index))
         logprob = (
@@ -92,15 +121,58 @@ class Sample:
             .clamp_max(0.0)
             .where(is_id | lse.isnan(), -torch.inf)
         )
-        return logprob.to(call.stats_dtype), (ids,), ()
+        return logprob.to(call.stats_dtype), ids
 
 
-def _gathered(call: Call, operands: Operands) -> tuple[ShardLogits, Tensor]:
-    """Return this shard's logits of all tokens, and which of these count."""
-    gather, logits = gathered_logits(call, operands)
+def _section_tokens(call: Call, k: int, *, counts: bool) -> int:
+    """Return tokens of a section, from facts that all ranks share: what one launch takes."""
+    shared: Any = call.schedule  # planned for the largest even shard
+    groups = _GRID.tile_v // INVARIANT_ROWS if call.options.tp_invariant else 1
+    grid = _GRID._replace(groups=groups)
+    return chunk_tokens(call.T, shared.V, k, counts=counts, grid=grid)
+
+
+def _sections(call: Call, operands: Operands, section_t: int) -> list[Section]:
+    P = collectives.group_size(call.sequence_group)
+    return sections_of(call, operands, rows_of_sections(call.T, P, (section_t,)))
+
+
+def _gathered(sections: list[Section]) -> Iterator[tuple[Section, ShardLogits]]:
+    """Yield this shard's logits of each section, while the next one's hidden states travel."""
+    upcoming = _begun(sections[0])
+    for section, following in zip(sections, [*sections[1:], None], strict=True):
+        gather, logits = upcoming
+        gather.wait()
+        if following is not None:
+            upcoming = _begun(following)
+        yield section, logits
+
+
+def _begun(section: Section) -> tuple[collectives.TokenGather, ShardLogits]:
+    gather, logits = gathered_logits(section.call, section.operands)
     gather.start()
-    gather.wait()
-    return logits, logits.counted
+    return gather, logits
+
+
+def _in_order(of_shard: list[ShardBest], sections: list[Section]) -> ShardBest:
+    """Return what the passes leave of all tokens, in their order."""
+    if len(of_shard) == 1:
+        return of_shard[0]
+    P = sections[0].P
+    sums = joined([best.sums.T for best in of_shard], P).T.contiguous()
+    return ShardBest(
+        joined([best.largest for best in of_shard], P),
+        sums,
+        _joined([best.above for best in of_shard], sections),
+        _joined([best.pairs for best in of_shard], sections),
+    )
+
+
+def _joined(parts: list[Tensor | None], sections: list[Section]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    if len(parts) == 1 or not present:
+        return parts[0]
+    return joined(present, sections[0].P)
 
 
 def _label_logits(call: Call, logits: ShardLogits) -> Tensor:

@@ -1,13 +1,14 @@
 """Two GEMMs of each window of D, and sums over ranks.  T = tokens, V = rows here, H = hidden."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from flce_dist.core.call import Accumulator, Backward, Call, Operands, Results
 from flce_dist.core.dlogits import Chunk, dlogits, split_columns
+from flce_dist.core.sections import Section
 from flce_dist.kernels import gemm
 from flce_dist.kernels.logits.operands import part_of, rows_of
 from flce_dist.kernels.rows import formulas as formulas
@@ -24,19 +25,32 @@ def new_dweight(weight: Tensor, dtype: torch.dtype) -> Accumulator:
 
 
 def new_dhidden(
-    call: Call, weight: Tensor, places: Tensor | None = None, *, in_fp32: bool = False
+    call: Call,
+    weight: Tensor,
+    places: Tensor | None = None,
+    *,
+    in_fp32: bool = False,
+    out: Tensor | None = None,
 ) -> TokenSum:
-    """Return the sum of dhidden over ranks, with a buffer for this rank's share [T, H]."""
-    in_fp32 = in_fp32 or (call.options.reduce_in_fp32 and call.reduces_dhidden)
+    """Return the sum of dhidden over ranks, with a buffer for this rank's share [T, H].
+
+    ``out``, if given, receives the sum of this rank's tokens.
+    """
     return transport.token_sum(
         (call.T, weight.shape[1]),
-        call.stats_dtype if in_fp32 else call.dtype,
+        _share_dtype(call, in_fp32),
         weight.device,
         call.tp_group if call.reduces_dhidden else None,
         sequence_parallel=call.options.sequence_parallel,
         places=places,
         T_all=call.T_all,
+        out=out,
     )
+
+
+def _share_dtype(call: Call, in_fp32: bool) -> torch.dtype:
+    in_fp32 = in_fp32 or (call.options.reduce_in_fp32 and call.reduces_dhidden)
+    return call.stats_dtype if in_fp32 else call.dtype
 
 
 def row_gradient(
@@ -84,6 +98,9 @@ class Gradients:
     chunks only in the accumulation dtype. Rows beyond V become 0, or stay if it ``accumulates``.
     dbias and ``acc``, a chunk's dhidden [T, H], are in the dtype of statistics. So is dhidden in
     fp16 if it ``precedes`` the upstream gradient, a loss scale: it may be below fp16's range.
+
+    Where a call is cut into ``sections``, each begins before its chunks are added, and the sum of
+    its dhidden over ranks overlaps the next one.
     """
 
     def __init__(
@@ -93,12 +110,17 @@ class Gradients:
         accumulator: Accumulator | None,
         *,
         precedes: bool = False,
+        sections: Sequence[Section] = (),
     ):
         self.call = call
         self.weight = operands.weight
         self.keeps_fp32 = precedes and call.dtype == torch.float16
         self.dhidden: TokenSum | None = None
-        if call.needs.hidden:
+        self.of_sections: Tensor | None = None
+        if call.needs.hidden and len(sections) > 1:
+            dtype = _share_dtype(call, self.keeps_fp32)
+            self.of_sections = operands.hidden.new_empty(operands.hidden.shape, dtype=dtype)
+        elif call.needs.hidden:
             places = operands.places
             self.dhidden = new_dhidden(call, self.weight, places, in_fp32=self.keeps_fp32)
         self.dweight: Tensor | None
@@ -109,6 +131,20 @@ class Gradients:
         if call.needs.bias:
             self.dbias = self.weight.new_zeros(len(self.weight), dtype=call.stats_dtype)
         self.acc: Tensor | None = None
+
+    def begin(self, section: Section) -> None:
+        """End the sum of the last section's dhidden over ranks, and begin that of this one."""
+        if section.P == 1:
+            return
+        self.accumulates = self.accumulates or section.rows.start > 0
+        self.call = section.call
+        if self.of_sections is None:
+            return
+        if self.dhidden is not None:
+            self.dhidden.wait()
+        out = self.of_sections[section.rows]
+        in_fp32 = self.keeps_fp32
+        self.dhidden = new_dhidden(section.call, self.weight, in_fp32=in_fp32, out=out)
 
     def add(self, chunk: Chunk) -> None:
         """Add all columns of a chunk; the sum of dhidden over ranks overlaps the last dweight."""
@@ -192,6 +228,8 @@ class Gradients:
     def finished(self, *, rounds_dbias: bool = True) -> Results:
         """Return the results; dhidden is summed over ranks, of this rank's tokens."""
         dhidden = None if self.dhidden is None else self.dhidden.wait()
+        if self.of_sections is not None:
+            dhidden = self.of_sections
         if dhidden is not None and not self.keeps_fp32:
             dhidden = dhidden.to(self.call.dtype)
         dbias = self.dbias

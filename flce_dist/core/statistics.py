@@ -5,6 +5,7 @@ from torch import Tensor
 
 from flce_dist.arguments.options import OWN_SUM
 from flce_dist.core.call import Call, Metrics, Operands
+from flce_dist.core.sections import joined
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, part_of
 from flce_dist.kernels.logits.target import Target
 from flce_dist.kernels.rows.formulas import TokenStats, token_entropy
@@ -16,17 +17,14 @@ from flce_dist.parallel.vocab import INVARIANT_ROWS
 class Pass:
     """One pass over the logits of all tokens, in one chunk of them or several.
 
-    ``gather`` brings hidden of all ranks, [T, H]. ``norm`` is what a mean divides by, a scalar on
-    the device: known when the pass is finished, or from ``early_norm`` on. ``target`` is what the
-    loss needs; a schedule may ask for more, for tiles of all tokens in one chunk.
+    ``gather`` brings hidden of all ranks, [T, H]. ``target`` is what the loss needs; a schedule may
+    ask for more, for tiles of all tokens in one chunk.
     """
 
     def __init__(self, call: Call, operands: Operands):
         self.call = call
         self.token_weight = operands.token_weight
-        self.places = operands.places
         self.gather, self.logits = gathered_logits(call, operands)
-        self.norm: Tensor | None = None
         self._label_logit: Tensor | None = None
         self.target = Target(
             with_entropy=call.options.with_metrics,
@@ -98,36 +96,49 @@ class Pass:
         correct = (stats.others_max <= stats.label_logit) & counted
         return Metrics(stats.lse, stats.logprob, token_entropy(stats), correct)
 
-    def finished(self, losses: list[Tensor], metrics: list[Metrics]) -> tuple[Tensor, Metrics]:
-        """Reduce the losses of all chunks; return them and the metrics in the caller's order."""
-        call = self.call
-        loss = losses[0] if len(losses) == 1 else torch.cat(losses)
-        if call.options.reduction in ("none", OWN_SUM):
-            loss = put_back(loss, self.places, call.T_all)
-        if call.options.reduction == OWN_SUM:
-            P = collectives.group_size(call.tp_group)
-            rank = collectives.group_rank(call.tp_group)
-            loss = loss.view(P, call.T_all // P)[rank]
-        if call.options.reduction == "mean" and self.norm is None:
-            loss, self.norm = call.kernels.mean_loss(loss, *self._of_norm())
-        elif call.options.reduction != "none":
-            loss = call.kernels.reduce_loss(loss, self.norm)
-        if not call.options.with_metrics:
-            return loss, Metrics()
-        parts = zip(*metrics, strict=True)
-        # Copies, also of one chunk: what an operator returns must not be what it saves.
-        joined = map(torch.cat, parts)
-        lse, logprob, entropy, correct = (put_back(x, self.places, call.T_all) for x in joined)
-        return loss, Metrics(lse, logprob, entropy, correct)
 
-    def early_norm(self) -> Tensor | None:
-        """Return ``norm`` before the losses are known."""
-        if self.call.options.reduction == "mean":
-            self.norm = self.call.kernels.loss_norm(*self._of_norm(), self.call.stats_dtype)
-        return self.norm
+def early_norm(call: Call, operands: Operands) -> Tensor | None:
+    """Return what a mean divides by, a scalar on the device, before the losses are known."""
+    if call.options.reduction != "mean":
+        return None
+    return call.kernels.loss_norm(*_of_norm(call, operands), call.stats_dtype)
 
-    def _of_norm(self) -> tuple[Tensor, Tensor | None, int]:
-        return self.logits.labels, self.token_weight, self.call.options.ignore_index
+
+def finished(
+    call: Call,
+    operands: Operands,
+    losses: list[Tensor],
+    metrics: list[Metrics],
+    norm: Tensor | None = None,
+    *,
+    P: int = 1,
+) -> tuple[Tensor, Metrics, Tensor | None]:
+    """Reduce the losses of all chunks; return them, the metrics, and what a mean divides by.
+
+    Losses and metrics of tokens are in the caller's order. ``norm`` is that of ``early_norm``, or
+    None if it is to be computed here. With P > 1 chunks are sections of P ranks' tokens.
+    """
+    options = call.options
+    loss = losses[0] if len(losses) == 1 else joined(losses, P)
+    if options.reduction in ("none", OWN_SUM):
+        loss = put_back(loss, operands.places, call.T_all)
+    if options.reduction == OWN_SUM:
+        ranks = collectives.group_size(call.tp_group)
+        loss = loss.view(ranks, call.T_all // ranks)[collectives.group_rank(call.tp_group)]
+    if options.reduction == "mean" and norm is None:
+        loss, norm = call.kernels.mean_loss(loss, *_of_norm(call, operands))
+    elif options.reduction != "none":
+        loss = call.kernels.reduce_loss(loss, norm)
+    if not options.with_metrics:
+        return loss, Metrics(), norm
+    # Copies, also of one chunk: what an operator returns must not be what it saves.
+    in_order = (joined(parts, P) for parts in zip(*metrics, strict=True))
+    lse, logprob, entropy, correct = (put_back(x, operands.places, call.T_all) for x in in_order)
+    return loss, Metrics(lse, logprob, entropy, correct), norm
+
+
+def _of_norm(call: Call, operands: Operands) -> tuple[Tensor, Tensor | None, int]:
+    return operands.labels, operands.token_weight, call.options.ignore_index
 
 
 def gathered_logits(call: Call, operands: Operands) -> tuple[collectives.TokenGather, ShardLogits]:

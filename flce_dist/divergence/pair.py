@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from flce_dist.core.call import Call, Operands
+from flce_dist.core.sections import Section
 from flce_dist.core.statistics import gathered_logits
 from flce_dist.kernels.divergence import formulas
 from flce_dist.kernels.divergence.formulas import Measure, PairMetrics, PairStats
 from flce_dist.kernels.divergence.interface import pair_kernels_of
-from flce_dist.kernels.logits.operands import new_window, rows_of
+from flce_dist.kernels.logits.operands import ShardLogits, new_window, rows_of
 from flce_dist.kernels.rows.formulas import power_of_two
-from flce_dist.parallel.collectives import gather_tokens, group_size
+from flce_dist.parallel.collectives import TokenGather, gather_tokens, group_size
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,16 @@ class TeacherOperands(NamedTuple):
     bias: Tensor | None
     inverse_temperature: Tensor | None  # [T] in the dtype of its statistics, 1 where ignored
 
+    def of_section(self, section: Section) -> "TeacherOperands":
+        """Return the operands of a section's tokens."""
+        inverse = self.inverse_temperature
+        if section.P == 1:
+            return self
+        return self._replace(
+            hidden=self.hidden[section.rows],
+            inverse_temperature=None if inverse is None else section.of_tokens(inverse),
+        )
+
     def beside(self, student: Operands) -> Operands:
         hidden, weight, bias, inverse = self
         return student._replace(
@@ -55,18 +66,17 @@ class TeacherOperands(NamedTuple):
 
 
 class Pair:
-    """One pass over both models' logits, whose buffers the next chunk uses again.
+    """One pass over both models' logits of a section, whose buffers the next chunk uses again.
 
     The model whose probabilities weigh differences comes first. Under sequence parallelism a gather
-    of its hidden states, then one of the other's, in flight during the first GEMM. For each chunk a
-    gather of 5 rows [C] from each rank; with jsd, tv or metrics another, of 2 to 9 rows [C] fp64;
-    with tp_invariant both, and one of 2 rows between them.
+    of its hidden states, which begins at once, then one of the other's, in flight during the first
+    GEMM. For each chunk a gather of 5 rows [C] from each rank; with jsd, tv or metrics another, of
+    2 to 9 rows [C] fp64; with tp_invariant both, and one of 2 rows between them.
     """
 
     def __init__(
         self,
-        call: Call,
-        operands: Operands,
+        section: Section,
         teacher: Call,
         teachers: TeacherOperands,
         measure: Measure,
@@ -74,35 +84,29 @@ class Pair:
         *,
         keeps_logits: bool,
     ):
-        """``keeps_logits`` tells whether the second model's are needed again, as for D."""
+        """``teachers`` are of all tokens of the call that is cut into sections.
+
+        ``keeps_logits`` tells whether the second model's logits are needed again, as for D.
+        """
+        call = section.call
+        operands = section.operands
         self.call = call
         self.measure = measure
         self.chunk_t = chunk_t
         self.kernels = pair_kernels_of(call.impl)
         self.dtype = call.stats_dtype
-        models = [(call, operands), (teacher, teachers.beside(operands))]
+        models = [(call, operands), (teacher, teachers.of_section(section).beside(operands))]
         if measure.is_teacher_first:
             models.reverse()
-        gather, first = gathered_logits(*models[0])
-        gather.wait()  # the memory that ranks copy from holds one model's tokens at a time
-        self.second_gather, second = gathered_logits(*models[1])
-        self.second_gather.start()
-        self.models = first, second
-        self.gather = gather
-        self.student = first
-        if measure.is_teacher_first:
-            self.gather = self.second_gather
-            self.student = second
-
-        def buffer() -> Tensor:
-            return new_window(chunk_t, call.V, self.dtype, operands.labels.device)
-
+        self._gathers = [gathered_logits(*models[0])]
+        self._gathers[0][0].start()
+        self._second_model = models[1]
         options = call.options
         self.has_second_pass = not measure.takes_one_pass or (
             options.with_metrics or options.tp_invariant
         )
-        self.first = buffer()
-        self.second = buffer() if keeps_logits or self.has_second_pass else None
+        self._keeps_second = keeps_logits or self.has_second_pass
+        self._buffers: list[Tensor] = []  # allocated once the pass begins
         self.stats: list[PairStats] = []
         self.metrics: list[PairMetrics] = []
 
@@ -134,13 +138,19 @@ class Pair:
             sizes.append(self._write(first, last, stats.tokens(first, last), slope, part))
         return _joined(sizes)
 
-    def values(self) -> Tensor:
-        """Return the values of all tokens, [T]."""
-        return torch.cat([stats.value for stats in self.stats])
+    @property
+    def student(self) -> ShardLogits:
+        """The student's logits, once the first chunk is computed."""
+        return self._of_student[1]
 
-    def all_stats(self) -> PairStats:
-        """Return the statistics of all tokens, [T] each."""
-        return PairStats(*(torch.cat(x) for x in zip(*self.stats, strict=True)))
+    @property
+    def gather(self) -> TokenGather:
+        """The gather of the student's hidden states, once the first chunk is computed."""
+        return self._of_student[0]
+
+    @property
+    def _of_student(self) -> tuple[TokenGather, ShardLogits]:
+        return self._gathers[self.measure.is_teacher_first]
 
     def _next_stats(self, first: int, last: int) -> PairStats:
         """Compute the logits of the next tokens; keep their statistics, and return them."""
@@ -151,17 +161,30 @@ class Pair:
 
     def _logits(self, first: int, last: int) -> Tensor:
         """Compute the logits of tokens; return what the passes yield of this shard, [5, C]."""
-        leader, follower = (model.tokens(first, last) for model in self.models)
-        z = rows_of(self.first, 0, last - first)
-        out = None if self.second is None else rows_of(self.second, 0, last - first)
+        if len(self._gathers) == 1:
+            self._begin()
+        leader, follower = (logits.tokens(first, last) for _, logits in self._gathers)
+        z, *others = (rows_of(buffer, 0, last - first) for buffer in self._buffers)
+        out = others[0] if others else None
         rows = torch.zeros(5, last - first, dtype=self.dtype, device=z.device)
         self.kernels.pair_logits(leader, out=z, rows=rows[:2])
-        self.second_gather.wait()
+        self._gathers[1][0].wait()
         if self.measure.takes_one_pass:
             self.kernels.pair_logits(follower, out=out, rows=rows[2:], first=z, first_max=rows[0])
         else:
             self.kernels.pair_logits(follower, out=out, rows=rows[2:4])
         return rows
+
+    def _begin(self) -> None:
+        """Wait for the first model's hidden states, start to gather the second's, and allocate."""
+        gather, logits = self._gathers[0]
+        gather.wait()  # the memory that ranks copy from holds one model's tokens at a time
+        self._gathers.append(gathered_logits(*self._second_model))
+        self._gathers[1][0].start()
+        n = min(self.chunk_t, max(1, logits.T))
+        device = logits.labels.device
+        for _ in range(1 + self._keeps_second):
+            self._buffers.append(new_window(n, logits.V, self.dtype, device))
 
     def _compared(self, first: int, last: int, rows: Tensor) -> PairStats:
         """Return statistics of tokens over all ranks; keep metrics if they are asked for."""
@@ -211,9 +234,7 @@ class Pair:
 
     def _stored(self, n: int) -> tuple[Tensor, Tensor]:
         """Return the logits of the chunk's n tokens, the student's and the teacher's."""
-        assert self.second is not None
-        of_first = rows_of(self.first, 0, n)
-        of_second = rows_of(self.second, 0, n)
+        of_first, of_second = (rows_of(buffer, 0, n) for buffer in self._buffers)
         if self.measure.is_teacher_first:
             return of_second, of_first
         return of_first, of_second

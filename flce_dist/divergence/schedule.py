@@ -4,9 +4,10 @@ Logits of a chunk of tokens are held twice, in the dtype of statistics, until bo
 the vocabulary are known. They become D, the gradients by the student's logits in the operands'
 dtype; a group of chunks holds its D until two GEMMs have added it to dhidden and dweight.
 Collectives of the logits are those of ``Pair``, those of gradients the sum of dhidden over ranks,
-in flight during the last dweight.
+in flight during the last dweight. Under sequence parallelism groups are sections.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,12 +17,19 @@ from torch import Tensor
 from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved
 from flce_dist.core.dlogits import Chunk
 from flce_dist.core.gradients import Gradients, new_dweight
-from flce_dist.core.statistics import gathered_logits
+from flce_dist.core.sections import (
+    Section,
+    in_order_of_sections,
+    joined,
+    rows_of_sections,
+    sections_of,
+)
+from flce_dist.core.statistics import early_norm, gathered_logits
 from flce_dist.divergence.pair import Pair, Teacher, TeacherOperands, ranges
-from flce_dist.kernels.divergence.formulas import Measure, PairStats
+from flce_dist.kernels.divergence.formulas import Measure, PairMetrics, PairStats
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, new_window
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats, root_of_large, token_dloss
-from flce_dist.parallel.collectives import TokenGather
+from flce_dist.parallel.collectives import TokenGather, group_size
 from flce_dist.parallel.counted import at_places, put_back
 from flce_dist.schedules.in_forward import SavedGradients, factors_of_forward, times_upstream
 
@@ -44,25 +52,104 @@ class Divergence:
     def forward(
         self, call: Call, operands: Operands, teacher: TeacherOperands
     ) -> tuple[Tensor, Outputs, Saved]:
-        pair = self.pair(call, operands, teacher, keeps_logits=False)
-        pair.take_statistics((0, self.T))
-        return *_results(pair, operands, _norm(call, operands)), ()
+        taken = self.statistics(call, operands, teacher)
+        return *_results(taken, operands, early_norm(call, operands)), ()
 
     def backward(self, request: Backward) -> Results:
         raise NotImplementedError("a call without gradients has no backward")
 
-    def pair(
-        self, call: Call, operands: Operands, teacher: TeacherOperands, *, keeps_logits: bool
-    ) -> Pair:
+    def sections(self, call: Call, operands: Operands) -> list[Section]:
+        """Return groups of chunks as sections of a call whose hidden is split."""
+        P = group_size(call.sequence_group)
+        return sections_of(call, operands, rows_of_sections(call.T, P, (self.group_t,)))
+
+    def pair(self, section: Section, teacher: TeacherOperands, *, keeps_logits: bool) -> Pair:
+        """Begin a pass over both models' logits of a section."""
         return Pair(
-            call,
-            operands,
+            section,
             self.teacher.call,
             teacher,
             self.measure,
             self.chunk_t,
             keeps_logits=keeps_logits,
         )
+
+    def statistics(self, call: Call, operands: Operands, teacher: TeacherOperands) -> "Taken":
+        """Take the statistics of all tokens, and keep no logits."""
+        taken = Taken(call, self.sections(call, operands))
+        pair = self.pair(taken.sections[0], teacher, keeps_logits=False)
+        for section, following in taken.with_next():
+            pair.take_statistics((0, section.call.T))
+            taken.add(pair)
+            if following is not None:
+                pair = self.pair(following, teacher, keeps_logits=False)
+        return taken
+
+    def add_groups(
+        self,
+        taken: "Taken",
+        teacher: TeacherOperands,
+        gradients: Gradients,
+        slope: Tensor,
+        scale: Tensor | None,
+        stats: PairStats | None = None,
+    ) -> None:
+        """Add the gradients of all groups, from statistics that are taken now or are known.
+
+        ``slope`` and ``scale`` [T] are of tokens in order, ``stats`` as ``Taken`` has them.
+        """
+        slope = in_order_of_sections(slope, taken.sections)
+        scale = None if scale is None else in_order_of_sections(scale, taken.sections)
+        done = 0  # tokens of earlier sections
+        pair = self.pair(taken.sections[0], teacher, keeps_logits=True)
+        for section, following in taken.with_next():
+            T = section.call.T
+            groups = ranges(0, T, self.group_t)
+            of_section = slope[done : done + T]
+            for first, last in groups:
+                tokens = (first, last)
+                d = _new_d(section.call, tokens, slope.device)
+                if stats is None:
+                    size = pair.compare(tokens, of_section, d)
+                else:
+                    known = stats.tokens(done, done + T)
+                    size = pair.compute_again(tokens, known, of_section, d)
+                factor = None if scale is None else scale[done + first : done + last]
+                chunk = _chunk(tokens, pair.gather, pair.student, d, factor, size)
+                if last == T:
+                    taken.add(pair)
+                    del pair  # its logits, and the teacher's hidden states
+                    if following is not None:
+                        pair = self.pair(following, teacher, keeps_logits=True)
+                gradients.begin(section)
+                gradients.add(chunk)
+                del chunk, d  # freed before the next is allocated
+            done += T
+
+
+class Taken:
+    """What the passes over sections have yielded, in their order."""
+
+    def __init__(self, call: Call, sections: list[Section]):
+        self.call = call
+        self.sections = sections
+        self.stats: list[PairStats] = []
+        self.metrics: list[PairMetrics] = []
+
+    def with_next(self) -> Iterator[tuple[Section, Section | None]]:
+        """Yield each section and the one behind it, whose hidden states travel meanwhile."""
+        return zip(self.sections, [*self.sections[1:], None], strict=True)
+
+    def add(self, pair: Pair) -> None:
+        """Add the statistics and metrics of a section's chunks, if it has taken any."""
+        if pair.stats:
+            self.stats.append(PairStats(*map(torch.cat, zip(*pair.stats, strict=True))))
+        if pair.metrics:
+            self.metrics.append(PairMetrics(*map(torch.cat, zip(*pair.metrics, strict=True))))
+
+    def all_stats(self) -> PairStats:
+        """Return the statistics [T] of all tokens, one section after the other."""
+        return PairStats(*map(torch.cat, zip(*self.stats, strict=True)))
 
 
 class DivergenceInForward(Divergence):
@@ -71,22 +158,16 @@ class DivergenceInForward(Divergence):
     def forward(
         self, call: Call, operands: Operands, teacher: TeacherOperands
     ) -> tuple[Tensor, Outputs, Saved]:
-        pair = self.pair(call, operands, teacher, keeps_logits=True)
-        norm = _norm(call, operands)
-        weights, early_norm, late_norm = factors_of_forward(call, operands, norm)
+        norm = early_norm(call, operands)
+        weights, early, late_norm = factors_of_forward(call, operands, norm)
+        taken = Taken(call, self.sections(call, operands))
         accumulator = None
         if call.needs.weight:
             accumulator = new_dweight(operands.weight, self.dweight_dtype)
-        gradients = Gradients(call, operands, accumulator, precedes=True)
-        weighted = operands._replace(token_weight=weights)
-        slope, scale = _factors(call, weighted, early_norm, None)
-        for tokens in ranges(0, self.T, self.group_t):
-            d = _new_d(call, tokens, slope.device)
-            size = pair.compare(tokens, slope, d)
-            gradients.add(_chunk(tokens, pair.gather, pair.student, d, _part(scale, tokens), size))
-            del d  # freed before the next is allocated
-        results = _results(pair, operands, norm)
-        del pair  # before dweight exists twice
+        gradients = Gradients(call, operands, accumulator, precedes=True, sections=taken.sections)
+        slope, scale = _factors(call, operands._replace(token_weight=weights), early, None)
+        self.add_groups(taken, teacher, gradients, slope, scale)
+        results = _results(taken, operands, norm)
         dhidden, dweight, dbias = gradients.finished(rounds_dbias=False)
         if dweight is not None and not call.is_from_lse:
             dweight = dweight.to(call.dtype)
@@ -107,12 +188,14 @@ class DivergenceCached(Divergence):
     def forward(
         self, call: Call, operands: Operands, teacher: TeacherOperands
     ) -> tuple[Tensor, Outputs, Saved]:
-        pair = self.pair(call, operands, teacher, keeps_logits=True)
+        taken = Taken(call, sections_of(call, operands, [(0, len(operands.hidden))]))
+        pair = self.pair(taken.sections[0], teacher, keeps_logits=True)
         tokens = (0, self.T)
         d = _new_d(call, tokens, operands.labels.device)
         size = pair.compare(tokens, _slope(call, operands), d)
-        norm = _norm(call, operands)
-        return *_results(pair, operands, norm), (norm, d, size)
+        taken.add(pair)
+        norm = early_norm(call, operands)
+        return *_results(taken, operands, norm), (norm, d, size)
 
     def backward(self, request: Backward) -> Results:
         call = request.call
@@ -144,10 +227,9 @@ class DivergenceRecomputed(Divergence):
     def forward(
         self, call: Call, operands: Operands, teacher: TeacherOperands
     ) -> tuple[Tensor, Outputs, Saved]:
-        pair = self.pair(call, operands, teacher, keeps_logits=False)
-        norm = _norm(call, operands)
-        pair.take_statistics((0, self.T))
-        return *_results(pair, operands, norm), (norm, *pair.all_stats(), *teacher)
+        norm = early_norm(call, operands)
+        taken = self.statistics(call, operands, teacher)
+        return *_results(taken, operands, norm), (norm, *taken.all_stats(), *teacher)
 
     def backward(self, request: Backward) -> Results:
         call = request.call
@@ -157,14 +239,10 @@ class DivergenceRecomputed(Divergence):
         stats = PairStats(*saved[:n])
         teacher = TeacherOperands(*saved[n:])
         assert operands is not None
-        pair = self.pair(call, operands, teacher, keeps_logits=True)
-        gradients = Gradients(call, operands, request.accumulator)
+        taken = Taken(call, self.sections(call, operands))
+        gradients = Gradients(call, operands, request.accumulator, sections=taken.sections)
         slope, scale = _factors(call, operands, norm, request.upstream.loss)
-        for tokens in ranges(0, self.T, self.group_t):
-            d = _new_d(call, tokens, slope.device)
-            size = pair.compute_again(tokens, stats, slope, d)
-            gradients.add(_chunk(tokens, pair.gather, pair.student, d, _part(scale, tokens), size))
-            del d
+        self.add_groups(taken, teacher, gradients, slope, scale, stats)
         return gradients.finished()
 
 
@@ -201,31 +279,18 @@ def _chunk(
     )
 
 
-def _part(scale: Tensor | None, tokens: tuple[int, int]) -> Tensor | None:
-    return None if scale is None else scale[slice(*tokens)]
-
-
 def _new_d(call: Call, tokens: tuple[int, int], device: torch.device) -> Tensor:
     return new_window(tokens[1] - tokens[0], call.V, call.dtype, device)
 
 
-def _norm(call: Call, operands: Operands) -> Tensor | None:
-    """Return what a mean divides by."""
-    if call.options.reduction != "mean":
-        return None
-    labels = operands.labels
-    token_weight = operands.token_weight
-    ignore_index = call.options.ignore_index
-    return call.kernels.loss_norm(labels, token_weight, ignore_index, call.stats_dtype)
-
-
-def _results(pair: Pair, operands: Operands, norm: Tensor | None) -> tuple[Tensor, Outputs]:
+def _results(taken: Taken, operands: Operands, norm: Tensor | None) -> tuple[Tensor, Outputs]:
     """Return the loss, and metrics if asked for, in the caller's order."""
-    call = pair.call
+    call = taken.call
     options = call.options
     places = operands.places
+    P = taken.sections[0].P
     counted = operands.labels != options.ignore_index
-    loss = pair.values()
+    loss = joined([stats.value for stats in taken.stats], P)
     if operands.token_weight is not None:
         loss = loss * operands.token_weight
     loss = loss.where(counted, 0.0)
@@ -233,7 +298,8 @@ def _results(pair: Pair, operands: Operands, norm: Tensor | None) -> tuple[Tenso
         loss = put_back(loss, places, call.T_all)
     else:
         loss = call.kernels.reduce_loss(loss, norm)
-    metrics = (torch.cat(x).masked_fill_(~counted, 0) for x in zip(*pair.metrics, strict=True))
+    in_order = (joined(parts, P) for parts in zip(*taken.metrics, strict=True))
+    metrics = (x.masked_fill_(~counted, 0) for x in in_order)
     return loss, tuple(put_back(x, places, call.T_all) for x in metrics)
 
 

@@ -19,7 +19,7 @@ from flce_dist.arguments.options import LossOptions
 from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved, registered
 from flce_dist.core.dlogits import Chunk
 from flce_dist.core.gradients import Gradients, dweight_factor, row_gradient
-from flce_dist.core.statistics import Pass
+from flce_dist.core.statistics import Pass, finished
 from flce_dist.kernels import gemm
 from flce_dist.kernels.filtered import eager
 from flce_dist.kernels.filtered.tiles import TILE_V, tile_grid
@@ -128,9 +128,10 @@ class Filtered:
         forward_pass.target = forward_pass.target._replace(tiles=tiles)
         stats, loss = forward_pass.chunk_loss(tokens, ColumnCache())
         kept, mass = kernels.kept_tiles(forward_pass.logits, tiles, stats, self.eps)
-        loss, metrics = forward_pass.finished([loss], [forward_pass.metrics(stats, tokens)])
+        of_pass = forward_pass.metrics(stats, tokens)
+        loss, metrics, norm = finished(call, operands, [loss], [of_pass])
         outputs = *metrics, *_approximation(call, forward_pass.logits, kept, mass)
-        return loss, outputs, FilteredSaved(forward_pass.norm, *stats[:3], kept, mass)
+        return loss, outputs, FilteredSaved(norm, *stats[:3], kept, mass)
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         saved = WindowsSaved(*self.recompute.saved_like(call, operands))

@@ -130,10 +130,12 @@ class CollectiveSum(TokenSum):
 class CollectiveScatter(TokenSum):
     """Sums by a reduce-scatter, in the dtype of ``tokens``; a rank gets its own [T / P, H]."""
 
-    def __init__(self, tokens: Tensor, group: dist.ProcessGroup):
+    def __init__(self, tokens: Tensor, group: dist.ProcessGroup, out: Tensor | None = None):
         super().__init__(tokens)
         self._group = group
-        self._sum = tokens.new_empty(tokens.shape[0] // group_size(group), *tokens.shape[1:])
+        if out is None:
+            out = tokens.new_empty(tokens.shape[0] // group_size(group), *tokens.shape[1:])
+        self._sum = out
 
     def start(self) -> None:
         if self.tokens.numel():

@@ -45,14 +45,16 @@ def token_sum(
     sequence_parallel: bool,
     places: Tensor | None = None,
     T_all: int = 0,
+    out: Tensor | None = None,
 ) -> TokenSum:
     """Return the sum of [T, H] over ranks, with a buffer for this rank's share.
 
-    Under ``sequence_parallel`` a rank gets the sum of its own [T / P, H], else of all tokens.
-    ``places`` are those of the share's tokens among ``T_all``, which the sum has.
+    Under ``sequence_parallel`` a rank gets the sum of its own [T / P, H], in ``out`` if that is
+    given, else of all tokens. ``places`` are those of the share's tokens among ``T_all``, which the
+    sum has.
     """
     if places is None:
-        return _sum_over_ranks(shape, dtype, device, group, sequence_parallel)
+        return _sum_over_ranks(shape, dtype, device, group, sequence_parallel, out)
     if group is None or not sequence_parallel:
         of_chosen = _sum_over_ranks(shape, dtype, device, group, sequence_parallel)
         return SumPutBack(of_chosen, places, T_all)
@@ -68,14 +70,17 @@ def _sum_over_ranks(
     device: torch.device,
     group: dist.ProcessGroup | None,
     sequence_parallel: bool,
+    out: Tensor | None = None,
 ) -> TokenSum:
     if group is None:
         return TokenSum(torch.empty(shape, dtype=dtype, device=device))
     memories = memories_of(group, device) if sequence_parallel else None
     if memories is not None:
-        return PeerScatter(shape, dtype, memories.dhidden)
+        return PeerScatter(shape, dtype, memories.dhidden, out)
     share = torch.empty(shape, dtype=dtype, device=device)
-    return CollectiveScatter(share, group) if sequence_parallel else CollectiveSum(share, group)
+    if sequence_parallel:
+        return CollectiveScatter(share, group, out)
+    return CollectiveSum(share, group)
 
 
 class PeerMemories(NamedTuple):

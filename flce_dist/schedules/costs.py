@@ -77,8 +77,28 @@ def _dhidden_bytes(sizes: Plan, shapes: Shapes) -> int:
     if not sizes.converts:
         return accumulator
     kept = (4 - shapes.itemsize) * sizes.T * shapes.H
+    if _is_cut(sizes, shapes):
+        kept //= shapes.P
     sums_over_ranks = shapes.P > 1 and shapes.reduces_dhidden
     return accumulator + kept if sums_over_ranks else kept
+
+
+def _is_cut(sizes: InForward, shapes: Shapes) -> bool:
+    """Whether chunks are sections, whose hidden states and dhidden travel one after the other."""
+    is_split = shapes.sequence_parallel and shapes.P > 1 and not shapes.chooses_tokens
+    return is_split and len(sizes.chunks()) > 1
+
+
+def _section_bytes(sizes: InForward, needs: Needs, shapes: Shapes) -> int:
+    """Return what travels of sections at a time.
+
+    Hidden of one, and of the next while the weight's gradient reads the first; where ranks copy it
+    from; a share of dhidden, and all ranks' shares of the section before.
+    """
+    elements = max(sizes.first_t, sizes.chunk_t) * shapes.H
+    hidden = elements * shapes.itemsize
+    dhidden = elements * (4 if sizes.converts else shapes.itemsize)
+    return (2 if needs.weight else 1) * hidden + hidden // shapes.P + 2 * dhidden
 
 
 def _travelling_bytes(sizes: Plan, needs: Needs, shapes: Shapes) -> int:
@@ -93,7 +113,7 @@ def _travelling_bytes(sizes: Plan, needs: Needs, shapes: Shapes) -> int:
     if not needs.hidden:
         return hidden + hidden // P
     if isinstance(sizes, InForward):
-        return 2 * hidden + (hidden // P if len(sizes.chunks()) > 1 else 0)
+        return _section_bytes(sizes, needs, shapes) if _is_cut(sizes, shapes) else 2 * hidden
     is_mixed = 0 < sizes.cached_v < sizes.V
     recomputes_fp16 = sizes.converts and not sizes.cached_v
     return 3 * hidden if is_mixed or recomputes_fp16 else 2 * hidden

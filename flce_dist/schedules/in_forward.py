@@ -1,6 +1,6 @@
 """The schedule in_forward.  T = tokens of the group, V = real rows here, H = hidden size."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -10,7 +10,13 @@ from torch import Tensor
 from flce_dist.core.call import Backward, Call, Metrics, Operands, Results, Saved
 from flce_dist.core.dlogits import Chunk, Elements
 from flce_dist.core.gradients import Gradients, new_dweight
-from flce_dist.core.statistics import Pass
+from flce_dist.core.sections import (
+    Section,
+    in_order_of_sections,
+    rows_of_sections,
+    sections_of,
+)
+from flce_dist.core.statistics import Pass, early_norm, finished
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, new_window
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats, power_of_two
 from flce_dist.parallel import collectives
@@ -37,8 +43,9 @@ class InForward(Sizes):
 
     Sizes are those of the first chunk; later ones hold all columns.
     Forward: three GEMMs of 2 T H V flop. Several chunks accumulate dweight in fp32. Under sequence
-    parallelism a gather of hidden, and the sum of dhidden over ranks, in flight during the last
-    dweight; the all-reduces of ``chunk_loss``.
+    parallelism chunks are sections; for each a gather of hidden, in flight during the GEMMs of the
+    one before, and the sum of dhidden over ranks, in flight during the logits of the next, of the
+    last one during dweight. The all-reduces of ``chunk_loss``.
     Backward: the gradients times the scalar upstream gradient, at no cost if it is 1. If hidden
     alone needs a gradient, tokens may have upstream gradients of their own: dhidden times these.
     """
@@ -55,16 +62,24 @@ class InForward(Sizes):
         starts = [0, *range(self.first_t, self.T, self.chunk_t)]
         return list(zip(starts, [*starts[1:], self.T], strict=True))
 
+    def sections(self, call: Call, operands: Operands) -> list[Section]:
+        """Return the chunks as sections of a call whose hidden is split, else one of all chunks."""
+        P = collectives.group_size(call.sequence_group)
+        rows = rows_of_sections(call.T, P, (self.first_t, self.chunk_t))
+        return sections_of(call, operands, rows)
+
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
-        forward_pass = Pass(call, operands)
-        norm = forward_pass.early_norm()
-        weights, early_norm, late_norm = factors_of_forward(call, operands, norm)
-        rounds_once = len(self.chunks()) == 1 and not call.is_from_lse
+        norm = early_norm(call, operands)
+        weights, early, late_norm = factors_of_forward(call, operands, norm)
+        sections = self.sections(call, operands)
+        if weights is not None:
+            weights = in_order_of_sections(weights, sections)
+        rounds_once = len(self.chunks()) == len(sections) == 1 and not call.is_from_lse
         accumulator = None
         if call.needs.weight:
             dtype = call.dtype if rounds_once else call.stats_dtype
             accumulator = new_dweight(operands.trained, dtype)
-        gradients = Gradients(call, operands, accumulator, precedes=True)
+        gradients = Gradients(call, operands, accumulator, precedes=True, sections=sections)
 
         def of_loss(
             stats: TokenStats, logits: ShardLogits, tokens: tuple[int, int]
@@ -73,7 +88,7 @@ class InForward(Sizes):
                 stats,
                 logits.labels,
                 None if weights is None else weights[slice(*tokens)],
-                early_norm,
+                early,
                 None,
                 call.loss_terms,
                 from_lse=call.is_from_lse,
@@ -81,9 +96,9 @@ class InForward(Sizes):
             )
             return rows.half_folded() if call.is_from_lse else rows, None
 
-        stats, losses = self.add_chunks(forward_pass, gradients, of_loss)
-        metrics = [forward_pass.metrics(*x) for x in zip(stats, self.chunks(), strict=True)]
-        loss, of_tokens = forward_pass.finished(losses, metrics)
+        _, losses, metrics = self.add_chunks(sections, opened, gradients, of_loss)
+        P = sections[0].P
+        loss, of_tokens, _ = finished(call, operands, losses, metrics, norm, P=P)
         dhidden, dweight, dbias = gradients.finished(rounds_dbias=False)
         if dweight is not None:
             dweight = dweight.to(_saved_dtype(call.dtype))
@@ -91,38 +106,58 @@ class InForward(Sizes):
         return loss, of_tokens, SavedGradients(late_norm, dhidden, dweight, dbias, labels)
 
     def add_chunks(
-        self, forward_pass: Pass, gradients: Gradients, factors: Factors
-    ) -> tuple[list[TokenStats], list[Tensor]]:
-        """Add the gradients that ``factors`` make; return statistics and losses of all chunks."""
-        call = forward_pass.call
-        stats = []
+        self,
+        sections: Sequence[Section],
+        new_pass: Callable[[Section], Pass],
+        gradients: Gradients,
+        factors: Factors,
+    ) -> tuple[list[TokenStats], list[Tensor], list[Metrics]]:
+        """Add the gradients that ``factors`` make; return statistics, losses and metrics of chunks.
+
+        ``new_pass`` starts to gather the hidden states of a section: of the next one, once the
+        logits of a section are known.
+        """
+        stats: list[TokenStats] = []
         losses = []
-        for tokens in self.chunks():
-            first, last = tokens
-            logits = forward_pass.logits.tokens(first, last)
-            if first in (0, self.first_t):
-                cache = part = ColumnCache()  # frees the last one before the next is allocated
-                cache = self._chunk_cache(call, logits, gradients.dweight, lends=first == 0)
-            part = cache.tokens(0, last - first)
-            of_chunk, loss = forward_pass.chunk_loss(tokens, part)
-            stats.append(of_chunk)
-            losses.append(loss)
-            rows, elements = factors(of_chunk, logits, tokens)
-            dlogits = Chunk(
-                tokens=tokens,
-                labels=logits.labels,
-                stats=of_chunk,
-                rows=rows,
-                cache=part,
-                gather=forward_pass.gather,
-                logits=logits,
-                window_v=self.window_v,
-                elements=elements,
-                n_counted=logits.n_counted,
-            )
-            gradients.add(dlogits)
-            del dlogits  # its cache is freed before the next is allocated
-        return stats, losses
+        metrics = []
+        done = 0  # tokens of earlier sections
+        cache = ColumnCache()
+        forward_pass = new_pass(sections[0])
+        for section, following in zip(sections, [*sections[1:], None], strict=True):
+            call = section.call
+            chunks = self.chunks() if section.P == 1 else [(0, call.T)]
+            for first, last in chunks:
+                logits = forward_pass.logits.tokens(first, last)
+                if len(stats) < 2:  # chunks from the second on are of one size, but for the last
+                    cache = part = ColumnCache()  # frees the last one before the next is allocated
+                    cache = self._chunk_cache(call, logits, gradients.dweight, lends=not stats)
+                part = cache.tokens(0, last - first)
+                of_chunk, loss = forward_pass.chunk_loss((first, last), part)
+                stats.append(of_chunk)
+                losses.append(loss)
+                metrics.append(forward_pass.metrics(of_chunk, (first, last)))
+                rows, elements = factors(of_chunk, logits, (done + first, done + last))
+                reads_hidden = call.needs.weight or part.width < call.V
+                dlogits = Chunk(
+                    tokens=(first, last),
+                    labels=logits.labels,
+                    stats=of_chunk,
+                    rows=rows,
+                    cache=part,
+                    gather=forward_pass.gather if reads_hidden else None,
+                    logits=logits if reads_hidden else None,
+                    window_v=self.window_v,
+                    elements=elements,
+                    n_counted=logits.n_counted,
+                )
+                if following is not None:
+                    del forward_pass, logits  # and with them hidden states that nothing reads
+                    forward_pass = new_pass(following)
+                gradients.begin(section)
+                gradients.add(dlogits)
+                del dlogits  # its cache is freed before the next is allocated
+            done += call.T
+        return stats, losses, metrics
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         def new(x: Tensor | None, dtype: torch.dtype, needed: bool) -> Tensor | None:
@@ -179,6 +214,13 @@ class InForward(Sizes):
         if columns > lent:
             windows.append(new_window(T, columns - lent, dtype, logits.weight.device))
         return ColumnCache(tuple(windows))
+
+
+def opened(section: Section) -> Pass:
+    """Return a pass over a section's logits that has begun to gather its hidden states."""
+    forward_pass = Pass(section.call, section.operands)
+    forward_pass.gather.start()
+    return forward_pass
 
 
 def factors_of_forward(

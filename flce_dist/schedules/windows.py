@@ -9,7 +9,7 @@ from torch import Tensor
 from flce_dist.core.call import Backward, Call, Metrics, Operands, Results, Saved
 from flce_dist.core.dlogits import Chunk
 from flce_dist.core.gradients import Gradients, row_gradient
-from flce_dist.core.statistics import Pass, gathered_logits
+from flce_dist.core.statistics import Pass, finished, gathered_logits
 from flce_dist.kernels.logits.operands import ColumnCache, new_window
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
 from flce_dist.parallel.vocab import INVARIANT_ROWS
@@ -72,8 +72,8 @@ class Windows(Sizes):
         windows = ColumnCache(() if cache is None else (cache,))
         stats, loss = forward_pass.chunk_loss(tokens, windows)
         metrics = forward_pass.metrics(stats, tokens)
-        results = forward_pass.finished([loss], [metrics])
-        return *results, WindowsSaved(forward_pass.norm, cache, metrics.entropy, *stats[:3])
+        loss, of_tokens, norm = finished(call, operands, [loss], [metrics])
+        return loss, of_tokens, WindowsSaved(norm, cache, metrics.entropy, *stats[:3])
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         def new(*shape: int) -> Tensor:

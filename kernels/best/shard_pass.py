@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_dist.kernels.best.chunks import Grid, chunk_tokens
 from flce_dist.kernels.best.interface import Noise, ShardBest
 from flce_dist.kernels.best.keys import LOWEST_KEY, next_above
 from flce_dist.kernels.best.merge_groups import merge_groups
@@ -23,19 +24,12 @@ from flce_dist.kernels.logits.launching import TileLaunch, matrix, tile_launch
 from flce_dist.kernels.logits.operands import ShardLogits, new_window
 from flce_dist.kernels.primitives import exp, logits_tile, store_tile, tile_coordinates
 
-LOGITS_BYTES = 345 << 20
-"""Limit of a chunk's fp32 logits. 640 tokens of 128,256 columns are 313 MiB; 1408 tokens of half of
-them 344 MiB, and fill 20.9 waves of 132 tiles, where 1280 tokens, 313 MiB, took 20 for 19.02."""
-
 BLOCK_COLUMNS = 64
 """Columns of a block whose largest logit tells whether its logits are read again. With the 256 of a
 tile the 256 best of 8192 tokens took 16.9 ms on an H200, with 64 15.4; with 32 the maxima cost more
 than they save. A shard of fewer blocks than ids has narrower ones."""
 
 _LEAST_COLUMNS = 8
-
-PART_BYTES = 64 << 20
-"""Limit of a chunk's partial statistics: 8192 tokens of 501 tiles, 8 bytes each, are 31 MiB."""
 
 
 @triton.jit
@@ -168,7 +162,7 @@ def best_of_shard(
             keys.fill_(LOWEST_KEY.value)
     elif T:
         launch = _tile_launch(logits, None, noise)
-        step = _chunk_tokens(launch, k, counts=above is not None)
+        step = chunk_tokens(T, V, k, counts=above is not None, grid=grid_of(launch))
         for start in range(0, T, step):
             tokens = slice(start, min(start + step, T))
             _best_of_chunk(
@@ -196,27 +190,13 @@ def _tile_launch(logits: ShardLogits, z: Tensor | None, noise: Noise | None) -> 
     return replace(launch, config=replace(launch.config, BLOCK_V=BLOCK_V), group_v=group_v)
 
 
+def grid_of(launch: TileLaunch) -> Grid:
+    tile = launch.config
+    return Grid(tile.BLOCK_T, tile.BLOCK_V, tile.BLOCK_V // launch.group_v, launch.programs)
+
+
 def _is_aligned(logits: ShardLogits) -> bool:
     return logits.vocab_start_index % 16 == 0
-
-
-def _chunk_tokens(launch: TileLaunch, k: int, *, counts: bool) -> int:
-    """Choose how many tokens one launch takes: what memory holds, in whole waves of the grid."""
-    T, BLOCK_T = launch.T, launch.config.BLOCK_T
-    groups = launch.config.BLOCK_V // launch.group_v
-    rows = launch.num_v * (2 * groups + 2 * (k == 1) + counts)
-    most = PART_BYTES // (4 * rows)
-    if k > 1:
-        most = min(most, LOGITS_BYTES // (4 * launch.V))
-    if most >= T or most < BLOCK_T:
-        return max(1, min(most, T))
-
-    def idle_share(blocks: int) -> float:
-        tiles = blocks * launch.num_v
-        return -tiles % launch.programs / tiles
-
-    blocks = most // BLOCK_T
-    return BLOCK_T * min(range(blocks, blocks // 2, -1), key=idle_share)
 
 
 def _block_columns(V: int, k: int) -> int:
@@ -272,6 +252,7 @@ def _best_of_chunk(
         assert out.pairs is not None
         first_id = logits.vocab_start_index
         maxima = part[0] if maxima is None else maxima  # groups are no larger than blocks
+        del part  # before scratch is allocated
         winners(z, maxima, k, first_id, columns=columns, out=out.pairs)
 
 

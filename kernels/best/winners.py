@@ -51,30 +51,30 @@ def _winning_blocks(largest_ptr, blocks_ptr, T, t, N, k, BLOCKS: tl.constexpr):
 @triton.jit(do_not_specialize=["T"])
 def _winners_kernel(
     z_ptr, largest_ptr,  # in:  [T, V] fp32, [N, T] fp32: of each block of COLUMNS columns
-    blocks_ptr, buffer_ptr,  # scratch: [T, N] int32, [T, BUFFER] int64
+    blocks_ptr, buffer_ptr,  # scratch: [T, N] int16 or int32, [T, capacity] int64
     keys_ptr,  # out: [T, k] int64, the best first
-    T, V, N, k, stride_z_t, first_id,
+    T, V, N, k, capacity, stride_z_t, first_id,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, BLOCKS: tl.constexpr, BUFFER: tl.constexpr,
     SORTED: tl.constexpr,
 ):  # fmt: skip
-    """A program takes one token, STEP logits at a time."""
+    """A program takes one token, STEP logits at a time; k + STEP keys are the capacity."""
     t = tl.program_id(0).to(tl.int64)
     z_ptr += t * stride_z_t
     blocks_ptr += t * N
-    buffer_ptr += t * BUFFER
+    buffer_ptr += t * capacity
     bound, num_blocks = _winning_blocks(largest_ptr, blocks_ptr, T, t, N, k, BLOCKS)
     tl.debug_barrier()  # the list is complete
     count = tl.zeros((), tl.int32)
     for start in range(0, num_blocks, STEP // COLUMNS):
         i = start + tl.arange(0, STEP) // COLUMNS
-        block = tl.load(blocks_ptr + i, mask=i < num_blocks, other=0)
+        block = tl.load(blocks_ptr + i, mask=i < num_blocks, other=0).to(tl.int32)
         column = block * COLUMNS + tl.arange(0, STEP) % COLUMNS
         mask = (i < num_blocks) & (column < V)
         z = tl.load(z_ptr + column, mask=mask, other=-float("inf"))
         key = key_of(z, first_id + column)
         passes = (z > -float("inf")) & (key >= bound)
         more = tl.sum(passes.to(tl.int32), axis=0)
-        if count + more > BUFFER:
+        if count + more > capacity:
             bound = _keep_best(buffer_ptr, count, k, BUFFER)
             count = k
             passes &= key >= bound
@@ -102,13 +102,15 @@ def winners(
     """
     (T, V), N = z.shape, len(largest)
     step = max(AT_ONCE, columns)
-    buffer = next_power_of_2(k + step)
+    capacity = k + step
+    buffer = next_power_of_2(capacity)
+    of_block = torch.int16 if N < 1 << 15 else torch.int32
     in_order = min(buffer, max(_SORTED, next_power_of_2(2 * k)))
     _winners_kernel[(T,)](
         z, largest,
-        out.new_empty(T, N, dtype=torch.int32), out.new_empty(T, buffer),
+        out.new_empty(T, N, dtype=of_block), out.new_empty(T, capacity),
         out,
-        T, V, N, k, z.stride(0), first_id,
+        T, V, N, k, capacity, z.stride(0), first_id,
         COLUMNS=columns, STEP=step, BLOCKS=max(2, next_power_of_2(N)), BUFFER=buffer,
         SORTED=in_order, num_warps=4 if buffer <= 2048 else 8,
     )  # fmt: skip

@@ -50,11 +50,18 @@ class PeerGather(TokenGather):
 class PeerScatter(TokenSum):
     """Sums [T, H] over ranks: copies all ranks' shares of this rank's tokens, adds them in fp32."""
 
-    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, memory: PeerMemory):
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        memory: PeerMemory,
+        out: Tensor | None = None,
+    ):
         T, H = shape
         memory.open(T * H * dtype.itemsize)
         super().__init__(memory.of(memory.rank, shape, dtype))
         self._memory = memory
+        self._out = out
 
     def acquire(self) -> None:
         self._memory.acquire()
@@ -68,7 +75,7 @@ class PeerScatter(TokenSum):
         self._memory.copy(*self._copy(self._memory.rank))
         self._arrival.wait()
         # Adds in fp32 and rounds once, also for 16-bit shares.
-        out = torch.sum(self._shares, 0)
+        out = torch.sum(self._shares, 0, out=self._out)
         self._memory.close()
         del self._shares
         return out

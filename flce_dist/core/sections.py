@@ -1,0 +1,96 @@
+"""Sections of a sequence-parallel call: the same rows of every rank's tokens.
+
+The hidden states of one section travel while another is computed, and gathered tokens take the
+memory of a section or two, however many tokens there are. A section has its tokens in rank order,
+so whatever is of tokens [T] is cut and joined here.
+
+T = tokens of the tensor-parallel group, P = ranks, n = rows of each rank in a section.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce_dist.core.call import Call, Operands
+from flce_dist.parallel import collectives
+
+
+class Section(NamedTuple):
+    """A call of P n tokens, or all of a call that is not cut."""
+
+    call: Call
+    operands: Operands
+    rows: slice  # of this rank's hidden states
+    P: int  # 1 if the call is not cut
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """Return this section's [P n] of x [T]."""
+        return _cut(x, self.rows, self.P)
+
+
+def can_be_cut(call: Call, operands: Operands) -> bool:
+    """Whether each rank has its rows of the tokens; those that are chosen may lie anywhere."""
+    return call.sequence_group is not None and operands.places is None
+
+
+def sections_of(call: Call, operands: Operands, rows: Sequence[tuple[int, int]]) -> list[Section]:
+    """Cut a call into sections of these rows of each rank: ranges (first, last), in order."""
+    if len(rows) == 1 or not can_be_cut(call, operands):
+        return [Section(call, operands, slice(0, len(operands.hidden)), 1)]
+    P = collectives.group_size(call.tp_group)
+    return [_section(call, operands, slice(*range_of_rows), P) for range_of_rows in rows]
+
+
+def rows_of_sections(T: int, P: int, most: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the rows (first, last) of each rank in sections of at most so many tokens.
+
+    The last number of ``most`` holds for all further sections, too. A row of each rank is taken
+    even where P tokens are more.
+    """
+    rows = T // P
+    starts = [0]
+    for tokens in most[:-1]:
+        starts.append(starts[-1] + max(1, tokens // P))
+    starts.extend(range(starts[-1] + max(1, most[-1] // P), rows, max(1, most[-1] // P)))
+    starts = [start for start in starts if start < rows] or [0]
+    return list(zip(starts, [*starts[1:], rows], strict=True))
+
+
+def joined(parts: Sequence[Tensor], P: int) -> Tensor:
+    """Return [T, ...] in the order of tokens from what belongs to each section; always a copy.
+
+    With P = 1 the parts simply follow one another.
+    """
+    if P == 1:
+        return torch.cat(list(parts))
+    of_ranks = [x.view(P, len(x) // P, *x.shape[1:]) for x in parts]
+    return torch.cat(of_ranks, 1).flatten(0, 1)
+
+
+def in_order_of_sections(x: Tensor, sections: Sequence[Section]) -> Tensor:
+    """Return [T] of tokens x [T] as the sections have them, one after the other."""
+    if len(sections) == 1:
+        return x
+    return torch.cat([section.of_tokens(x) for section in sections])
+
+
+def _section(call: Call, operands: Operands, rows: slice, P: int) -> Section:
+    T = P * (rows.stop - rows.start)
+    token_weight = operands.token_weight
+    inverse = operands.inverse_temperature
+    of_section = operands._replace(
+        hidden=operands.hidden[rows],
+        labels=_cut(operands.labels, rows, P),
+        token_weight=None if token_weight is None else _cut(token_weight, rows, P),
+        inverse_temperature=None if inverse is None else _cut(inverse, rows, P),
+    )
+    return Section(replace(call, T=T, T_all=T), of_section, rows, P)
+
+
+def _cut(x: Tensor, rows: slice, P: int) -> Tensor:
+    if P == 1:
+        return x
+    return x.view(P, len(x) // P)[:, rows].reshape(-1).contiguous()  # of one row it is a view
