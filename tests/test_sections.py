@@ -126,16 +126,22 @@ def test_chosen_tokens_are_not_cut() -> None:
 
 
 def test_a_hidden_state_travels_while_the_section_before_is_computed() -> None:
-    """A section's gather begins before the gradients of the one before are summed."""
+    """A section's gather begins before the statistics of the one before, its label logits travel
+    before that one's gradients.
+    """
 
     def names(group: Any) -> Any:
         found = rank_step(group, LONG, sequence_parallel=True, **IN_CHUNKS)
         return joined_ranks([found], sequence_parallel=True).calls
 
     kinds = [call.split()[0] for call in run_ranks(names, 2)[0]]
-    statistics = ["allreduce"] * 3
-    section = [*statistics, "allgather", "reduce_scatter"]
-    assert kinds[1:] == [*section * 2, *statistics, "reduce_scatter"]
+    statistics = ["allreduce"] * 2
+    label_logits = ["allreduce"]
+    gather = ["allgather"]
+    gradients = ["reduce_scatter"]
+    expected = [*gather, *gather, *label_logits, *statistics, *label_logits, *gradients]
+    expected += [*gather, *statistics, *label_logits, *gradients, *statistics, *gradients]
+    assert kinds == expected
 
 
 @pytest.mark.parametrize(

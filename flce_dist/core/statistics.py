@@ -1,5 +1,7 @@
 """One pass over this shard's logits: statistics and loss.  T = tokens, V = real rows here."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,7 @@ class Pass:
         self.token_weight = operands.token_weight
         self.gather, self.logits = gathered_logits(call, operands)
         self._label_logit: Tensor | None = None
+        self._label_sum: Any = None  # in flight, if it began early
         self.target = Target(
             with_entropy=call.options.with_metrics,
             with_sum_z=call.options.label_smoothing != 0.0,
@@ -77,14 +80,23 @@ class Pass:
             windows=windows,
         )
 
+    def begin_label_logits(self) -> None:
+        """Compute the label logits of all tokens, and begin their sum over ranks."""
+        call = self.call
+        self.gather.wait()
+        self._label_logit = call.kernels.logits_at_ids(
+            self.logits, self.logits.labels, None, vocab_size=call.vocab_size
+        )
+        self._label_sum = collectives.begin_all_reduce_sum(self._label_logit, call.tp_group)
+
     def _label_logits(self) -> Tensor:
         """Return the logits of all tokens' labels, the same on every rank."""
         if self._label_logit is None:
-            call = self.call
-            self.gather.wait()
-            labels = self.logits.labels
-            here = call.kernels.logits_at_ids(self.logits, labels, None, vocab_size=call.vocab_size)
-            self._label_logit = collectives.all_reduce_sum(here, call.tp_group)
+            self.begin_label_logits()
+        if self._label_sum is not None:
+            self._label_sum.wait()
+            self._label_sum = None
+        assert self._label_logit is not None
         return self._label_logit
 
     def metrics(self, stats: TokenStats, tokens: tuple[int, int]) -> Metrics:

@@ -36,6 +36,13 @@ def all_reduce_sum(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
     return _all_reduce(x, dist.ReduceOp.SUM, tp_group)
 
 
+def begin_all_reduce_sum(x: Tensor, tp_group: dist.ProcessGroup | None) -> dist.Work | None:
+    """Begin the same, and return what the current stream must wait for, if anything."""
+    if tp_group is None or not x.numel():
+        return None
+    return dist.all_reduce(x, dist.ReduceOp.SUM, tp_group, async_op=True)
+
+
 def all_reduce_max(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
     """Take the maximum of ``x`` over ranks in place. 2 x bytes(x) on the wire."""
     return _all_reduce(x, dist.ReduceOp.MAX, tp_group)

@@ -114,8 +114,8 @@ class InForward(Sizes):
     ) -> tuple[list[TokenStats], list[Tensor], list[Metrics]]:
         """Add the gradients that ``factors`` make; return statistics, losses and metrics of chunks.
 
-        ``new_pass`` starts to gather the hidden states of a section: of the next one, once the
-        logits of a section are known.
+        ``new_pass`` starts to gather the hidden states of a section, which then travel while the
+        section before is computed, and its label logits during the GEMMs of that one's gradients.
         """
         stats: list[TokenStats] = []
         losses = []
@@ -125,6 +125,10 @@ class InForward(Sizes):
         forward_pass = new_pass(sections[0])
         for section, following in zip(sections, [*sections[1:], None], strict=True):
             call = section.call
+            upcoming = None
+            if following is not None:
+                forward_pass.gather.wait()  # ranks copy from the memory of one section at a time
+                upcoming = new_pass(following)
             chunks = self.chunks() if section.P == 1 else [(0, call.T)]
             for first, last in chunks:
                 logits = forward_pass.logits.tokens(first, last)
@@ -150,9 +154,10 @@ class InForward(Sizes):
                     elements=elements,
                     n_counted=logits.n_counted,
                 )
-                if following is not None:
+                if upcoming is not None:
                     del forward_pass, logits  # and with them hidden states that nothing reads
-                    forward_pass = new_pass(following)
+                    upcoming.begin_label_logits()
+                    forward_pass = upcoming
                 gradients.begin(section)
                 gradients.add(dlogits)
                 del dlogits  # its cache is freed before the next is allocated
