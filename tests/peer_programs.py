@@ -21,14 +21,21 @@ def memory_of(rank: Rank) -> PeerMemory:
     return PeerMemory(driver, "tokens")
 
 
-def gather(rank: Rank, memory: PeerMemory, turn: Any, wide: int = 1) -> FakeTensor:
+def gather(
+    rank: Rank, memory: PeerMemory, turn: Any, wide: int = 1, *, beside: bool = False
+) -> FakeTensor:
     """Gather tokens of ``wide`` elements, and check them."""
     x: Any = FakeTensor(rank, Storage(rank, ROWS * wide * 4), 0, (ROWS, wide), torch.float32)
     with rank.outside_the_call():
         rank.fill(x, [(turn, rank.rank, k) for k in range(ROWS)])
-    tokens: Any = PeerGather(x, memory).wait()
+    gathered = PeerGather(x, memory)
+    gathered.start(beside=beside)
+    tokens: Any = gathered.wait()
     rank.expect(tokens, [(turn, r, k) for r in range(rank.P) for k in range(ROWS)])
     return tokens
+
+
+gather_beside = partial(gather, beside=True)
 
 
 def scatter(rank: Rank, memory: PeerMemory, turn: Any, *, chunks: int = 1) -> None:
@@ -88,7 +95,7 @@ def sections(rank: Rank) -> None:
         with rank.outside_the_call():
             rank.fill(x, [(turn, rank.rank, k) for k in range(ROWS)])
         gather = PeerGather(x, hidden)
-        gather.start()
+        gather.start(beside=turn > 0)
         return gather
 
     upcoming = begun(0)
@@ -114,25 +121,25 @@ def sections(rank: Rank) -> None:
     rank.expect(result, sums)
 
 
-def captured(rank: Rank, memory: PeerMemory, turn: Any = "graph") -> Graph:
+def captured(rank: Rank, memory: PeerMemory, turn: Any = "graph", use: Any = gather) -> Graph:
     with own_stream(rank), rank.capturing() as graph:
-        gather(rank, memory, turn)
+        use(rank, memory, turn)
     return graph
 
 
-def graph(rank: Rank) -> None:
+def graph(rank: Rank, use: Any = gather) -> None:
     """Captured, two larger calls, replayed; memory released, a call, replayed again."""
     memory = memory_of(rank)
-    gather(rank, memory, 0)
-    one = captured(rank, memory)
+    use(rank, memory, 0)
+    one = captured(rank, memory, use=use)
     small = memory.nbytes
     for turn, wide in ((1, 1 << 20), (2, 1 << 21)):
-        gather(rank, memory, turn, wide)
+        use(rank, memory, turn, wide)
     assert small < memory.nbytes
     one.replay()
     memory.release()
     assert memory.nbytes == small
-    gather(rank, memory, 3)
+    use(rank, memory, 3)
     one.replay()
 
 
@@ -221,6 +228,9 @@ def exception(rank: Rank, at: int = 9, use: Use = gather, who: Sequence[int] = r
 SCENARIOS: dict[str, Callable[[Rank], None]] = {
     "turns": turns,
     "sums": partial(turns, uses=(scatter, gather)),
+    "beside": partial(turns, uses=(gather_beside, gather, gather_beside, gather_beside)),
+    "two_streams_beside": partial(turns, uses=(gather_beside, gather), streams=True),
+    "graph_beside": partial(graph, use=gather_beside),
     "chunks": partial(turns, uses=(partial(scatter, chunks=2), scatter)),
     "two_streams": partial(turns, streams=True),
     "two_streams_of_sums": partial(turns, uses=(scatter, gather), streams=True),

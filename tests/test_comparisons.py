@@ -1,5 +1,6 @@
 """Each comparison that tests share fails on results that are wrong."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.fake_ranks import Hung, Wrong, run
 from tests.filtered_formula import check_filtered, zipf_inputs
 from tests.invariant_problem import check_small_terms, differing, problem, statistics
 from tests.parallel_problem import UNEVEN, joined, misses, on_threads
-from tests.peer_programs import turns
+from tests.peer_programs import gather, gather_beside, turns
 from tests.problems import METRICS, Patch, Upstream, check, compare, each_dtype, inputs, interpreted
 
 RESULTS = ["loss", "dhidden", "dweight", "dbias"]
@@ -62,16 +63,18 @@ def test_ranks_that_differ(name: str) -> None:
 
 
 @pytest.mark.parametrize(("owner", "name", "wrong", "ends"), [
-    (peer_memory.Arrival, "wait", lambda self: self._outs.clear(), Wrong),
+    (peer_memory.Arrival, "wait", lambda self: self._held.clear(), Wrong),
     (PeerMemory, "_tell_ready", property(lambda _: [], lambda *_: None), Hung),
-], ids=["arrivals not awaited", "nobody told"])  # fmt: skip
+    (PeerMemory, "_order", lambda *_: None, Wrong),
+], ids=["arrivals not awaited", "nobody told", "streams that do not wait"])  # fmt: skip
 def test_a_wrong_order_of_streams(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, wrong: Any, ends: Any
 ) -> None:
     monkeypatch.setattr(peer_memory, "watch", lambda wait: None)
     monkeypatch.setattr(owner, name, wrong, raising=False)
+    program = partial(turns, uses=(gather, gather_beside, gather))
     with pytest.raises(ends):
-        for error in run(2, turns, seeds=60):
+        for error in run(2, program, seeds=60):
             raise error or AssertionError("a rank ended")
 
 

@@ -28,6 +28,7 @@ from tests.peer_programs import (
     failed_capture,
     failing,
     gather,
+    gather_beside,
     memory_of,
     scatter,
 )
@@ -65,7 +66,7 @@ def steps_of(use: Use) -> range:
     return range(1, 1 + max(steps))
 
 
-each_use = pytest.mark.parametrize("use", [gather, scatter])
+each_use = pytest.mark.parametrize("use", [gather, gather_beside, scatter])
 
 
 @pytest.mark.parametrize("who", [range(8), [1]], ids=["all", "one"])

@@ -150,7 +150,7 @@ def _gathered(sections: list[Section]) -> Iterator[tuple[Section, ShardLogits]]:
 
 def _begun(section: Section) -> tuple[collectives.TokenGather, ShardLogits]:
     gather, logits = gathered_logits(section.call, section.operands)
-    gather.start()
+    gather.start(beside=section.rows.start > 0)
     return gather, logits
 
 

@@ -72,8 +72,12 @@ class TokenGather:
     def __init__(self, tokens: Tensor):
         self.tokens = tokens
 
-    def start(self) -> None:
-        """Start to gather, if that has not begun."""
+    def start(self, *, beside: bool = False) -> None:
+        """Start to gather, if that has not begun.
+
+        ``beside``: for later. Nothing of it delays the current stream; in return, copies within the
+        GPU may begin only where its kernels leave room.
+        """
 
     def wait(self) -> Tensor:
         """Make the current stream wait for all tokens, and return them."""
@@ -91,7 +95,7 @@ class CollectiveGather(TokenGather):
         self._group = group
         self._work: dist.Work | None = None
 
-    def start(self) -> None:
+    def start(self, *, beside: bool = False) -> None:
         if self._work is None and self._x.numel():
             self._work = all_gather(self.tokens, self._x, group=self._group, async_op=True)
 

@@ -224,7 +224,7 @@ class InForward(Sizes):
 def opened(section: Section) -> Pass:
     """Return a pass over a section's logits that has begun to gather its hidden states."""
     forward_pass = Pass(section.call, section.operands)
-    forward_pass.gather.start()
+    forward_pass.gather.start(beside=section.rows.start > 0)
     return forward_pass
 
 

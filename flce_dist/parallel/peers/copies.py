@@ -20,14 +20,18 @@ class PeerGather(TokenGather):
         self._arrival: Arrival | None = None
         self._is_open = True
 
-    def start(self) -> None:
+    def start(self, *, beside: bool = False) -> None:
         if self._arrival is not None:
             return
         memory = self._memory
-        memory.acquire()
         own = memory.of(memory.rank, self._x.shape, self._x.dtype)
         rows = slice(0, len(self._x))
-        memory.copy(own, rows, self._x, rows)
+        mine = (own, rows, self._x, rows)
+        if beside:
+            self._arrival = memory.pull_beside(mine, self._copy)
+            return
+        memory.acquire()
+        memory.copy(*mine)
         self._arrival = memory.pull(self._copy)
         # A copy within one GPU is a kernel: issue it now, ahead of kernels that fill the GPU.
         memory.copy(*self._copy(memory.rank))

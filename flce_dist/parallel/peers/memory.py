@@ -24,7 +24,10 @@ One use of a block; copies have a stream of their own:
     (read)    current stream: wait for the copies; read them, and this rank's own block
     close     copy stream: wait for the current stream, so that the next acquire comes after (read)
 
-acquire and write may repeat before pull. All ranks make the same uses in the same order.
+acquire and write may repeat before pull. All ranks make the same uses in the same order. A use that
+is ``beside`` the current stream has acquire, write and pull on the copy stream, which first waits
+for the current one; nothing of it delays kernels that come next.
+
 Copies from several peers run one after the other on any streams (H200), so one stream is enough.
 
 Why it cannot deadlock. Order all operations by pull, and within each pull: wait FREE, set READY,
@@ -60,16 +63,19 @@ Copy = Callable[[int], tuple[Tensor, slice, Tensor, slice]]
 
 
 class Arrival:
-    """Copies in flight. It holds their destinations until they are done."""
+    """Copies in flight. It holds what they write and read here until they are done."""
 
     def __init__(self, driver: PeerDriver, stream: Any):
         self._driver = driver
         self._stream = stream
-        self._outs: list[Tensor] = []
+        self._held: list[Tensor] = []
         self._done = driver.event()
 
+    def hold(self, x: Tensor) -> None:
+        self._held.append(x)
+
     def copy(self, out: Tensor, rows: slice, theirs: Tensor, of: slice) -> None:
-        self._outs.append(out)
+        self.hold(out)
         self._driver.copy(out, rows, theirs, of, self._stream)
 
     def record(self) -> None:
@@ -77,11 +83,11 @@ class Arrival:
 
     def wait(self) -> None:
         self._done.wait(self._driver.current_stream())
-        self._outs.clear()
+        self._held.clear()
 
     def __del__(self) -> None:
-        for out in self._outs:  # a call raised before it waited
-            self._driver.keep(out, self._stream)
+        for x in self._held:  # a call raised before it waited
+            self._driver.keep(x, self._stream)
 
 
 class PeerMemory:
@@ -153,17 +159,33 @@ class PeerMemory:
     def pull(self, copy: Copy) -> Arrival:
         """Publish this block, copy from the peers'; the caller must wait for the arrival."""
         self.acquire()
-        driver = self._driver
         here = self._driver.current_stream()
-        stream = self._stream
-        driver.enqueue(self._tell_ready, here)
+        self._driver.enqueue(self._tell_ready, here)
         self._writable = False
-        self._order(here, stream)
+        self._order(here, self._stream)
         self._joined = self._capture or 0
-        driver.enqueue(self._await_ready, stream)
+        return self._copied(Arrival(self._driver, self._stream), copy, self.peers)
+
+    def pull_beside(self, mine: tuple[Tensor, slice, Tensor, slice], copy: Copy) -> Arrival:
+        """Write ``mine`` to this block, publish it and copy from all ranks', on the copy stream."""
+        assert self._capture is not None, "not open"
+        driver = self._driver
+        stream = self._stream
         arrival = Arrival(driver, stream)
-        for peer in self.peers:
-            arrival.copy(*copy(peer))
+        arrival.hold(mine[2])
+        self._order(driver.current_stream(), stream)
+        self._joined = self._capture or 0
+        driver.enqueue(self._await_free, stream)
+        driver.copy(*mine, stream)
+        driver.enqueue(self._tell_ready, stream)
+        return self._copied(arrival, copy, [*self.peers, self.rank])
+
+    def _copied(self, arrival: Arrival, copy: Copy, ranks: Sequence[int]) -> Arrival:
+        driver = self._driver
+        stream = self._stream
+        driver.enqueue(self._await_ready, stream)
+        for rank in ranks:
+            arrival.copy(*copy(rank))
         driver.enqueue(self._tell_free, stream)
         arrival.record()
         return arrival
