@@ -280,3 +280,21 @@ def test_hidden_states_are_scaled_once_no_window_reads_them_again(impl, how, mon
     inputs = make_inputs(24, 300, 32, torch.float16, ignored=0.4)
     upstream = Upstream(1.0, metric_upstream(24, "lse", "entropy"))
     problems.check(inputs, upstream, impl=impl, schedule="cached", **how)
+
+
+@both
+def test_named_ids_alone_that_pass_the_range_of_frozen_scores(impl: str) -> None:
+    """The gradient is 800 (150 - 80.1); its part at the named id 800 times 150."""
+    device = problems.device_of(impl)
+    hidden = torch.zeros(64, 16, dtype=torch.float16, device=device)
+    weight = torch.full((512, 16), 80.0, dtype=torch.float16, device=device)
+    weight[0] = 150.0
+    ids = torch.zeros(64, 1, dtype=torch.long, device=device)
+    gradients = []
+    for options in ({"schedule": "auto"}, {"schedule": "recompute"}):
+        x = hidden.clone().requires_grad_()
+        linear_logprob(x, weight, ids, impl=impl, **options).logprob.sum().mul(800.0).backward()
+        gradients.append(x.grad)
+    expected = torch.full_like(hidden, 800.0 * 70.0 * (1 - 1 / 512))
+    for gradient in gradients:
+        torch.testing.assert_close(gradient, expected, rtol=2e-3, atol=0.0)

@@ -64,10 +64,18 @@ class SimulatedMemory:
     def pull(self, copy: Any) -> "Arrival":
         assert self._writable, "written before the peers had read it"
         self._writable = False
+        return self._copied(copy, [r for r in range(self.P) if r != self.rank])
+
+    def pull_beside(self, mine: Any, copy: Any) -> "Arrival":
+        assert self.is_open
+        self.copy(*mine)
+        return self._copied(copy, range(self.P))
+
+    def _copied(self, copy: Any, ranks: Sequence[int]) -> "Arrival":
         self._meeting.barrier.wait()
-        found = [copy(r) for r in range(self.P) if r != self.rank]
+        found = [copy(r) for r in ranks]
         arrival = Arrival([(x[rows], y[of].clone()) for x, rows, y, of in found])
-        self._meeting.copies += len(found)
+        self._meeting.copies += len([r for r in ranks if r != self.rank])
         self._meeting.barrier.wait()
         return arrival
 

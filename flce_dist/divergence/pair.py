@@ -180,7 +180,7 @@ class Pair:
         gather, logits = self._gathers[0]
         gather.wait()  # the memory that ranks copy from holds one model's tokens at a time
         self._gathers.append(gathered_logits(*self._second_model))
-        self._gathers[1][0].start()
+        self._gathers[1][0].start(beside=True)
         n = min(self.chunk_t, max(1, logits.T))
         device = logits.labels.device
         for _ in range(1 + self._keeps_second):

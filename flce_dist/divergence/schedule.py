@@ -9,7 +9,7 @@ in flight during the last dweight. Under sequence parallelism groups are section
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -133,23 +133,34 @@ class Taken:
     def __init__(self, call: Call, sections: list[Section]):
         self.call = call
         self.sections = sections
-        self.stats: list[PairStats] = []
-        self.metrics: list[PairMetrics] = []
+        self._pairs: list[tuple[list[PairStats], list[PairMetrics]]] = []
 
     def with_next(self) -> Iterator[tuple[Section, Section | None]]:
         """Yield each section and the one behind it, whose hidden states travel meanwhile."""
         return zip(self.sections, [*self.sections[1:], None], strict=True)
 
     def add(self, pair: Pair) -> None:
-        """Add the statistics and metrics of a section's chunks, if it has taken any."""
-        if pair.stats:
-            self.stats.append(PairStats(*map(torch.cat, zip(*pair.stats, strict=True))))
-        if pair.metrics:
-            self.metrics.append(PairMetrics(*map(torch.cat, zip(*pair.metrics, strict=True))))
+        """Add the statistics and metrics of a section's chunks."""
+        self._pairs.append((pair.stats, pair.metrics))
+
+    def values(self) -> Tensor:
+        """Return the values [T] of all tokens, in their order."""
+        return self._in_order([[x.value for x in stats] for stats, _ in self._pairs])
+
+    def metrics(self) -> list[Tensor]:
+        """Return the metrics [T] of all tokens, in their order, if there are any."""
+        of_chunks = [metrics for _, metrics in self._pairs]
+        each = [zip(*chunks, strict=True) for chunks in of_chunks]
+        return [self._in_order(list(x)) for x in zip(*each, strict=True)]
 
     def all_stats(self) -> PairStats:
         """Return the statistics [T] of all tokens, one section after the other."""
-        return PairStats(*map(torch.cat, zip(*self.stats, strict=True)))
+        of_chunks = [x for stats, _ in self._pairs for x in stats]
+        return PairStats(*map(torch.cat, zip(*of_chunks, strict=True)))
+
+    def _in_order(self, of_sections: list[Any]) -> Tensor:
+        parts = [x[0] if len(x) == 1 else torch.cat(list(x)) for x in of_sections]
+        return joined(parts, self.sections[0].P)
 
 
 class DivergenceInForward(Divergence):
@@ -288,9 +299,8 @@ def _results(taken: Taken, operands: Operands, norm: Tensor | None) -> tuple[Ten
     call = taken.call
     options = call.options
     places = operands.places
-    P = taken.sections[0].P
     counted = operands.labels != options.ignore_index
-    loss = joined([stats.value for stats in taken.stats], P)
+    loss = taken.values()
     if operands.token_weight is not None:
         loss = loss * operands.token_weight
     loss = loss.where(counted, 0.0)
@@ -298,8 +308,7 @@ def _results(taken: Taken, operands: Operands, norm: Tensor | None) -> tuple[Ten
         loss = put_back(loss, places, call.T_all)
     else:
         loss = call.kernels.reduce_loss(loss, norm)
-    in_order = (joined(parts, P) for parts in zip(*taken.metrics, strict=True))
-    metrics = (x.masked_fill_(~counted, 0) for x in in_order)
+    metrics = (x.masked_fill_(~counted, 0) for x in taken.metrics())
     return loss, tuple(put_back(x, places, call.T_all) for x in metrics)
 
 

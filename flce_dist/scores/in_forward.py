@@ -92,7 +92,8 @@ class OverVocabularyInForward:
         ids = named.with_offsets(of_mean.offsets)
         inverse = if_counted(of_mean.inverse_temperature, unnamed.labels, 1.0)
         factors = score_factors(call, named, ids, unnamed, request.upstream, inverse)
-        of_named = new_dhidden(call, of_mean.weight)
+        # In fp16 a part may pass 65504 where the whole does not.
+        of_named = new_dhidden(call, of_mean.weight, in_fp32=call.is_from_lse)
         of_named.acquire()
         call.kernels.dhidden_of_ids(
             factors.named,
