@@ -3,10 +3,13 @@
 import ast
 import subprocess
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import flce_dist
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(
@@ -171,6 +174,12 @@ def test_imports_only_what_its_folder_may(path):
 def test_every_file_is_seen():
     assert {folder_of(path) for path in FILES} == set(MAY)
     assert all((ROOT / name).exists() for name in (*EXCEPTIONS, *LAZILY))
+
+
+@pytest.mark.parametrize("name", flce_dist.__all__)
+def test_annotations_can_be_read(name):
+    """By documentation and validation at run time."""
+    typing.get_type_hints(getattr(flce_dist, name))
 
 
 def test_the_library_imports_no_triton():

@@ -8,7 +8,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, Union
+from typing import Any, ClassVar, Literal, ParamSpec, Protocol, TypedDict, TypeVar
 
 import torch
 
@@ -20,10 +20,25 @@ Impl = Literal["triton", "eager"]
 Over = Literal["vocabulary", "ids"]  # what scores at ids are normalised over
 Kind = Literal["forward_kl", "reverse_kl", "jsd", "tv"]  # of a divergence
 
-if TYPE_CHECKING:
-    from flce_dist.core.call import UnsizedSchedule
 
-ScheduleOption = Union[ScheduleName, "UnsizedSchedule"]
+class UnsizedSchedule(Protocol):
+    """What a caller may pass as ``schedule`` beside a name: hashable, and equal on all ranks."""
+
+    @property
+    def name(self) -> str:
+        """By which compiled code refers to it, once it is ``registered``."""
+
+    results: ClassVar[type[Any]]
+    """``LossWithMetrics``, or a type that begins with its fields."""
+
+    def refuse(self, options: "LossOptions") -> None:
+        """Raise NotImplementedError if the schedule does not support these options."""
+
+    def sized(self, recompute: Any) -> Any:
+        """Return the ``Schedule`` of a call; ``recompute`` is what recomputing would take."""
+
+
+ScheduleOption = ScheduleName | UnsizedSchedule
 """A name, or an object such as ``flce_dist.filtered.schedule`` returns."""
 
 OWN_SUM: Any = "own"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.arguments.options import LossOptions
+from flce_dist.arguments.options import LossOptions, UnsizedSchedule
 from flce_dist.kernels.interface import Kernels
 from flce_dist.kernels.rows.formulas import LossTerms
 
@@ -137,23 +137,6 @@ class Schedule(Protocol):
 
     def backward(self, request: Backward) -> Results:
         """Return the gradients that the call needs."""
-
-
-class UnsizedSchedule(Protocol):
-    """What a caller may pass as ``schedule`` beside a name: hashable, and equal on all ranks."""
-
-    @property
-    def name(self) -> str:
-        """By which compiled code refers to it, once it is ``registered``."""
-
-    results: ClassVar[type[Any]]
-    """``LossWithMetrics``, or a type that begins with its fields."""
-
-    def refuse(self, options: LossOptions) -> None:
-        """Raise NotImplementedError if the schedule does not support these options."""
-
-    def sized(self, recompute: Any) -> Schedule:
-        """Return the schedule of a call for which ``recompute`` is what recomputing would take."""
 
 
 _registered: dict[str, UnsizedSchedule] = {}

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from flce_dist import torch_private
-from flce_dist.arguments.options import Impl, LossOptions, Reduction, ScheduleOption
+from flce_dist.arguments.options import (
+    Impl,
+    LossOptions,
+    Reduction,
+    ScheduleOption,
+    UnsizedSchedule,
+)
 from flce_dist.arguments.passed import Arguments
 from flce_dist.arguments.prepare import counted_operands, prepare
 from flce_dist.arguments.rank_check import check_alike
@@ -22,7 +28,6 @@ from flce_dist.core.call import (
     LossWithMetrics,
     Operands,
     Results,
-    UnsizedSchedule,
     Upstream,
     schedule_named,
 )
