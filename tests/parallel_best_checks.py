@@ -2,28 +2,41 @@
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
 from flce_dist import linear_sample, linear_top_k
+from flce_dist.kernels.best import chunks
 from tests import best_problem
 from tests.best_problem import bits
 from tests.parallel_ranks import Ranks
 
 
+_FEW_BYTES = 6000  # of partial statistics: some 40 tokens
+
+
 def best_ids(ranks: Ranks) -> Iterator[str]:
-    """Tokens split or not; k more than a shard's blocks; on GPUs every bit, on a CPU ids alone."""
+    """Tokens split or not, and in sections; k more than a shard's blocks.
+
+    On GPUs every bit is compared, on a CPU ids alone.
+    """
     for k, dtype in ((1, torch.bfloat16), (40, torch.bfloat16), (40, torch.float32)):
         asked = best_problem.problem(dtype, k, tokens=48 * ranks.P, rows=320 * ranks.P)
         asked = asked.moved(ranks.device)
         whole = results(ranks, asked, slice(None), slice(None))
         rows = slice(320 * ranks.rank, 320 * (ranks.rank + 1))
-        for split in (False, True):
+        for split, part_bytes in ((False, None), (True, None), (True, _FEW_BYTES)):
             tokens = slice(48 * ranks.rank, 48 * (ranks.rank + 1)) if split else slice(None)
             group = {"tp_group": ranks.group, "sequence_parallel": split}
-            for name, x in results(ranks, asked, rows, tokens, **group).items():
+            with mock.patch.object(chunks, "PART_BYTES", part_bytes or chunks.PART_BYTES):
+                found = results(ranks, asked, rows, tokens, **group)
+            for name, x in found.items():
                 if not torch.equal(x, whole[name]):
-                    yield f"k={k}, {dtype}, SP {split}: {name} is not that of one rank"
+                    yield (
+                        f"k={k}, {dtype}, SP {split}, parts of {part_bytes or 'any'} bytes: "
+                        f"{name} is not that of one rank"
+                    )
 
 
 def results(
