@@ -12,7 +12,6 @@ from tests import best_problem
 from tests.best_problem import bits
 from tests.parallel_ranks import Ranks
 
-
 _FEW_BYTES = 6000  # of partial statistics: some 40 tokens
 
 
