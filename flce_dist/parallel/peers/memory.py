@@ -24,10 +24,9 @@ One use of a block; copies have a stream of their own:
     (read)    current stream: wait for the copies; read them, and this rank's own block
     close     copy stream: wait for the current stream, so that the next acquire comes after (read)
 
-acquire and write may repeat before pull. All ranks make the same uses in the same order. A use that
-is ``beside`` the current stream has acquire, write and pull on the copy stream, which first waits
-for the current one; nothing of it delays kernels that come next.
-
+acquire and write may repeat before pull. All ranks make the same uses in the same order.
+A use ``beside`` the current stream has acquire, write and pull on the copy stream, which first
+waits for the current one, so that nothing of it delays kernels that come next.
 Copies from several peers run one after the other on any streams (H200), so one stream is enough.
 
 Why it cannot deadlock. Order all operations by pull, and within each pull: wait FREE, set READY,
