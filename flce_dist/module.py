@@ -5,6 +5,7 @@ V = rows here, V_all = true vocabulary, H = hidden size, P = tensor-parallel ran
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from flce_dist.arguments.check_options import check_invariant
 from flce_dist.arguments.check_tensors import check_group
 from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.options import KEYWORDS, LayerOptions, LossOptions, keywords_of
-from flce_dist.arguments.rank_check import check_facts, mark_alike
+from flce_dist.arguments.rank_check import check_facts, mark_alike, told_if_unbound
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.vocab_shard import VocabShard
@@ -104,6 +105,7 @@ class LinearCrossEntropy(VocabShard):
         self.options = replace(checked, vocab_size=self.vocab_size, vocab_range=self.vocab_range)
         self.sequence_parallel = checked.sequence_parallel
 
+    @partial(told_if_unbound, calls="linear_cross_entropy")
     def forward(
         self,
         hidden: Tensor,
@@ -115,6 +117,7 @@ class LinearCrossEntropy(VocabShard):
         arguments = self._arguments(labels, token_weight)
         return linear_cross_entropy(hidden, temperature=temperature, **arguments)
 
+    @partial(told_if_unbound, calls="linear_cross_entropy_with_metrics")
     def forward_with_metrics(
         self,
         hidden: Tensor,

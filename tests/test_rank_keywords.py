@@ -215,6 +215,23 @@ def test_arguments_of_one_rank_that_python_refuses_raise_on_all(function, how):
     assert f"{function}()" in second and ("weight" in second or how == "too many")
 
 
+@pytest.mark.parametrize("method", ["forward", "forward_with_metrics"])
+@pytest.mark.parametrize("wrong", [{}, {"labels": torch.arange(T), "weight": None}], ids=str)
+def test_arguments_that_a_layer_refuses_on_one_rank_raise_on_all(method, wrong):
+    def rank(group: dist.ProcessGroup) -> str:
+        layer = flce_dist.LinearCrossEntropy(H, 2 * V, tp_group=group)
+        arguments = wrong if group.rank() == 1 else {"labels": torch.arange(T)}
+        try:
+            getattr(layer, method)(torch.ones(T, H), **arguments)
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return ""
+
+    first, second = run_ranks(rank, 2)
+    assert first.startswith(f"{BEGINS}rank 1 raised TypeError: ") and first.endswith(second)
+    assert f"{method}()" in second and ("labels" in second or "weight" in second)
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_temperature_below_0_on_one_rank_raises_on_all(function):
     temperature = torch.ones(T).index_fill(0, torch.tensor(3), -1.0)

@@ -124,12 +124,13 @@ def _tell_refusal(function: str, error: Exception, group: Any, x: Any) -> None:
         _gathered(_Message(function, f"{type(error).__name__}: {error}", {}), group, x)
 
 
-def told_if_unbound(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def told_if_unbound(function: Callable[_P, _R], calls: str | None = None) -> Callable[_P, _R]:
     """Where Python refuses one rank's arguments, a missing one or a keyword, all ranks raise.
 
     Of a keyword that ``function`` does not have the error says which was meant. Its group is the
-    parameter data_group or else tp_group, and the first one is on the group's device. A group that
-    this rank did not pass is not known, so nobody is told.
+    parameter data_group or else tp_group, of a layer's method that of the layer, and hidden, or the
+    first one, is on the group's device. A group that this rank did not pass is not known, so nobody
+    is told. ``calls`` is the function that a method calls, in which the other ranks are.
     """
     parameters = inspect.signature(function).parameters
     names = frozenset(parameters)
@@ -152,8 +153,8 @@ def told_if_unbound(function: Callable[_P, _R]) -> Callable[_P, _R]:
         if binds(args, kwargs):
             return function(*args, **kwargs)
         passed = {**dict(zip(positional, args, strict=False)), **kwargs}
-        group = passed.get(group_name)
-        with refusals_told(function.__name__, group, passed.get(positional[0])):
+        group = args[0].tp_group if calls else passed.get(group_name)  # type: ignore[attr-defined]
+        with refusals_told(calls or function.__name__, group, passed.get("hidden")):
             if not takes_any_keyword:
                 refuse_unknown(function, kwargs)
             return function(*args, **kwargs)
