@@ -90,15 +90,15 @@ def _is_cut(sizes: InForward, shapes: Shapes) -> bool:
 
 
 def _section_bytes(sizes: InForward, needs: Needs, shapes: Shapes) -> int:
-    """Return what travels of sections at a time.
+    """Return what travels of sections at a time, beside dhidden's accumulator.
 
-    Hidden of one, and of the next while the weight's gradient reads the first; where ranks copy it
-    from; a share of dhidden, and all ranks' shares of the section before.
+    Hidden of the next one, and of this one while the weight's gradient reads it; where ranks copy
+    it from; a share of dhidden. All ranks' shares are gone before there is an accumulator.
     """
     elements = max(sizes.first_t, sizes.chunk_t) * shapes.H
     hidden = elements * shapes.itemsize
     dhidden = elements * (4 if sizes.converts else shapes.itemsize)
-    return (2 if needs.weight else 1) * hidden + hidden // shapes.P + 2 * dhidden
+    return (2 if needs.weight else 1) * hidden + hidden // shapes.P + dhidden
 
 
 def _travelling_bytes(sizes: Plan, needs: Needs, shapes: Shapes) -> int:
