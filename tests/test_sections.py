@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.core.sections import joined, rows_of_sections
+from flce_dist.divergence import choose
 from flce_dist.kernels.best import chunks
 from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.testing import relative_rms, run_ranks
@@ -159,6 +160,21 @@ def test_divergences(kind: str, P: int, way: int) -> None:
         torch.float64, kind=kind, tokens=(384,), max_logits_bytes=1, **ways[way]
     )
     found = divergence_problem.on_ranks(given, P, sequence_parallel=True, with_metrics=True)
+    divergence_problem.compare(found, given)
+
+
+@pytest.mark.parametrize(
+    "way", [{"reduction": "mean"}, {"reduction": "none", "schedule": "recompute"}]
+)
+def test_a_divergence_whose_section_is_more_than_a_group(
+    way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five ranks a row each, where a group holds four tokens."""
+    monkeypatch.setattr(choose, "_TILE_T", 4)
+    choose.sizes.cache_clear()
+    given = divergence_problem.problem(torch.float64, tokens=(15,), max_logits_bytes=1, **way)
+    found = divergence_problem.on_ranks(given, 5, sequence_parallel=True, with_metrics=True)
+    choose.sizes.cache_clear()
     divergence_problem.compare(found, given)
 
 

@@ -121,7 +121,8 @@ class Divergence:
                     del pair  # its logits, and the teacher's hidden states
                     if following is not None:
                         pair = self.pair(following, teacher, keeps_logits=True)
-                gradients.begin(section)
+                if first == 0:
+                    gradients.begin(section)
                 gradients.add(chunk)
                 del chunk, d  # freed before the next is allocated
             done += T
