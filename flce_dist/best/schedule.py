@@ -13,7 +13,13 @@ from torch import Tensor
 
 from flce_dist.arguments.prepare import counted_operands
 from flce_dist.core.call import Call, Operands, Outputs, Saved
-from flce_dist.core.sections import Section, joined, rows_of_sections, sections_of
+from flce_dist.core.sections import (
+    Section,
+    joined,
+    rows_of_sections,
+    sections_of,
+    with_next,
+)
 from flce_dist.core.statistics import gathered_logits
 from flce_dist.kernels.best.chunks import Grid, chunk_tokens
 from flce_dist.kernels.best.interface import Noise, ShardBest, kernels_of
@@ -140,7 +146,7 @@ def _sections(call: Call, operands: Operands, section_t: int) -> list[Section]:
 def _gathered(sections: list[Section]) -> Iterator[tuple[Section, ShardLogits]]:
     """Yield this shard's logits of each section, while the next one's hidden states travel."""
     upcoming = _begun(sections[0])
-    for section, following in zip(sections, [*sections[1:], None], strict=True):
+    for section, following in with_next(sections):
         gather, logits = upcoming
         gather.wait()
         if following is not None:

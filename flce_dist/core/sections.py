@@ -7,7 +7,7 @@ so whatever is of tokens [T] is cut and joined here.
 T = tokens of the tensor-parallel group, P = ranks, n = rows of each rank in a section.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -57,6 +57,11 @@ def rows_of_sections(T: int, P: int, most: Sequence[int]) -> list[tuple[int, int
     starts.extend(range(starts[-1] + max(1, most[-1] // P), rows, max(1, most[-1] // P)))
     starts = [start for start in starts if start < rows] or [0]
     return list(zip(starts, [*starts[1:], rows], strict=True))
+
+
+def with_next(sections: Sequence[Section]) -> Iterator[tuple[Section, Section | None]]:
+    """Yield each section and the one behind it, whose hidden states travel meanwhile."""
+    return zip(sections, [*sections[1:], None], strict=True)
 
 
 def joined(parts: Sequence[Tensor], P: int) -> Tensor:

@@ -7,9 +7,8 @@ Collectives of the logits are those of ``Pair``, those of gradients the sum of d
 in flight during the last dweight. Under sequence parallelism groups are sections.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,18 +19,23 @@ from flce_dist.core.gradients import Gradients, new_dweight
 from flce_dist.core.sections import (
     Section,
     in_order_of_sections,
-    joined,
     rows_of_sections,
     sections_of,
+    with_next,
 )
 from flce_dist.core.statistics import early_norm, gathered_logits
 from flce_dist.divergence.pair import Pair, Teacher, TeacherOperands, ranges
-from flce_dist.kernels.divergence.formulas import Measure, PairMetrics, PairStats
+from flce_dist.divergence.taken import Taken
+from flce_dist.kernels.divergence.formulas import Measure, PairStats
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, new_window
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats, root_of_large, token_dloss
 from flce_dist.parallel.collectives import TokenGather, group_size
 from flce_dist.parallel.counted import at_places, put_back
-from flce_dist.schedules.in_forward import SavedGradients, factors_of_forward, times_upstream
+from flce_dist.schedules.saved_gradients import (
+    SavedGradients,
+    factors_of_forward,
+    times_upstream,
+)
 
 
 @dataclass(frozen=True)
@@ -74,11 +78,11 @@ class Divergence:
             keeps_logits=keeps_logits,
         )
 
-    def statistics(self, call: Call, operands: Operands, teacher: TeacherOperands) -> "Taken":
+    def statistics(self, call: Call, operands: Operands, teacher: TeacherOperands) -> Taken:
         """Take the statistics of all tokens, and keep no logits."""
         taken = Taken(call, self.sections(call, operands))
         pair = self.pair(taken.sections[0], teacher, keeps_logits=False)
-        for section, following in taken.with_next():
+        for section, following in with_next(taken.sections):
             pair.take_statistics((0, section.call.T))
             taken.add(pair)
             if following is not None:
@@ -87,7 +91,7 @@ class Divergence:
 
     def add_groups(
         self,
-        taken: "Taken",
+        taken: Taken,
         teacher: TeacherOperands,
         gradients: Gradients,
         slope: Tensor,
@@ -102,7 +106,7 @@ class Divergence:
         scale = None if scale is None else in_order_of_sections(scale, taken.sections)
         done = 0  # tokens of earlier sections
         pair = self.pair(taken.sections[0], teacher, keeps_logits=True)
-        for section, following in taken.with_next():
+        for section, following in with_next(taken.sections):
             T = section.call.T
             groups = ranges(0, T, self.group_t)
             of_section = slope[done : done + T]
@@ -126,42 +130,6 @@ class Divergence:
                 gradients.add(chunk)
                 del chunk, d  # freed before the next is allocated
             done += T
-
-
-class Taken:
-    """What the passes over sections have yielded, in their order."""
-
-    def __init__(self, call: Call, sections: list[Section]):
-        self.call = call
-        self.sections = sections
-        self._pairs: list[tuple[list[PairStats], list[PairMetrics]]] = []
-
-    def with_next(self) -> Iterator[tuple[Section, Section | None]]:
-        """Yield each section and the one behind it, whose hidden states travel meanwhile."""
-        return zip(self.sections, [*self.sections[1:], None], strict=True)
-
-    def add(self, pair: Pair) -> None:
-        """Add the statistics and metrics of a section's chunks."""
-        self._pairs.append((pair.stats, pair.metrics))
-
-    def values(self) -> Tensor:
-        """Return the values [T] of all tokens, in their order."""
-        return self._in_order([[x.value for x in stats] for stats, _ in self._pairs])
-
-    def metrics(self) -> list[Tensor]:
-        """Return the metrics [T] of all tokens, in their order, if there are any."""
-        of_chunks = [metrics for _, metrics in self._pairs]
-        each = [zip(*chunks, strict=True) for chunks in of_chunks]
-        return [self._in_order(list(x)) for x in zip(*each, strict=True)]
-
-    def all_stats(self) -> PairStats:
-        """Return the statistics [T] of all tokens, one section after the other."""
-        of_chunks = [x for stats, _ in self._pairs for x in stats]
-        return PairStats(*map(torch.cat, zip(*of_chunks, strict=True)))
-
-    def _in_order(self, of_sections: list[Any]) -> Tensor:
-        parts = [x[0] if len(x) == 1 else torch.cat(list(x)) for x in of_sections]
-        return joined(parts, self.sections[0].P)
 
 
 class DivergenceInForward(Divergence):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,26 +15,26 @@ from flce_dist.core.sections import (
     in_order_of_sections,
     rows_of_sections,
     sections_of,
+    with_next,
 )
 from flce_dist.core.statistics import Pass, early_norm, finished
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, new_window
-from flce_dist.kernels.rows.formulas import RowGradient, TokenStats, power_of_two
+from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import INVARIANT_ROWS
+from flce_dist.schedules.saved_gradients import (
+    SavedGradients,
+    factors_of_forward,
+    labels_of_dhidden,
+    saved_dtype,
+    times_upstream,
+)
 from flce_dist.schedules.windows import Sizes
 
 LentWindows = tuple[tuple[int, int], ...]  # (columns, row of dweight where they lie)
 
 Factors = Callable[[TokenStats, ShardLogits, tuple[int, int]], tuple[RowGradient, Elements | None]]
 """What D of a chunk is made of, from its statistics, its logits and its range of tokens."""
-
-
-class SavedGradients(NamedTuple):
-    norm: Tensor | None  # in fp16, a scalar that the gradients are still to be divided by
-    dhidden: Tensor | None  # in fp32 for fp16, as dweight
-    dweight: Tensor | None
-    dbias: Tensor | None  # in the dtype of statistics
-    labels: Tensor | None  # of dhidden's tokens, if each has an upstream gradient of its own
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class InForward(Sizes):
         loss, of_tokens, _ = finished(call, operands, losses, metrics, norm, P=P)
         dhidden, dweight, dbias = gradients.finished(rounds_dbias=False)
         if dweight is not None:
-            dweight = dweight.to(_saved_dtype(call.dtype))
-        labels = _labels_of_dhidden(call, operands) if call.options.reduction == "none" else None
+            dweight = dweight.to(saved_dtype(call.dtype))
+        labels = labels_of_dhidden(call, operands) if call.options.reduction == "none" else None
         return loss, of_tokens, SavedGradients(late_norm, dhidden, dweight, dbias, labels)
 
     def add_chunks(
@@ -123,7 +123,7 @@ class InForward(Sizes):
         done = 0  # tokens of earlier sections
         cache = ColumnCache()
         forward_pass = new_pass(sections[0])
-        for section, following in zip(sections, [*sections[1:], None], strict=True):
+        for section, following in with_next(sections):
             call = section.call
             upcoming = None
             if following is not None:
@@ -176,8 +176,8 @@ class InForward(Sizes):
         late_norm = call.is_from_lse and (reduction == "mean" or weighs)
         return SavedGradients(
             hidden.new_empty((), dtype=call.stats_dtype) if late_norm else None,
-            new(hidden, _saved_dtype(call.dtype), call.needs.hidden),
-            new(operands.trained, _saved_dtype(call.dtype), call.needs.weight),
+            new(hidden, saved_dtype(call.dtype), call.needs.hidden),
+            new(operands.trained, saved_dtype(call.dtype), call.needs.weight),
             new(bias, call.stats_dtype, call.needs.bias),
             hidden.new_empty(hidden.shape[0], dtype=labels.dtype)
             if call.options.reduction == "none"
@@ -226,88 +226,3 @@ def opened(section: Section) -> Pass:
     forward_pass = Pass(section.call, section.operands)
     forward_pass.gather.start(beside=section.rows.start > 0)
     return forward_pass
-
-
-def factors_of_forward(
-    call: Call, operands: Operands, norm: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return what gradients of forward contain, token weights and norm, and a norm for backward.
-
-    In fp16 the gradient of a mean, and hidden times a small weight, may underflow before backward
-    applies the loss scale: there the norm waits for it, as does the weights' power of two.
-    """
-    weights = operands.token_weight
-    options = call.options
-    if not call.is_from_lse:
-        return weights, norm, None
-    if weights is None or options.reduction == "none":  # there dhidden alone is made, in fp32
-        return weights, None, norm
-    counts = (operands.labels != options.ignore_index) & weights.isfinite()
-    sizes = weights.abs().where(counts, 0.0)
-    size = power_of_two(sizes.amax() if len(sizes) else sizes.sum())
-    return weights / size, None, (torch.ones_like(size) if norm is None else norm) / size
-
-
-def times_upstream(request: Backward) -> Results:
-    """Return the ``SavedGradients`` times the upstream gradient, as far as the call needs them.
-
-    It is a scalar, or with ``labels`` one of each token.
-    """
-    call = request.call
-    upstream = request.upstream
-    assert upstream.loss is not None
-    norm, dhidden, dweight, dbias, labels = SavedGradients(*request.saved)
-    if labels is not None:
-        return _times_each(request, dhidden, labels), None, None
-    factor = upstream.loss if norm is None else upstream.loss / norm
-
-    def times_factor(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        if gradient is None:
-            return None
-        in_place = request.is_last and gradient.dtype == dtype
-        result = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
-        call.kernels.scale(gradient, factor, out=result)
-        return result
-
-    dweight = times_factor(dweight if call.needs.weight else None, _saved_dtype(call.dtype))
-    return times_factor(dhidden, call.dtype), dweight, times_factor(dbias, call.dtype)
-
-
-def _labels_of_dhidden(call: Call, operands: Operands) -> Tensor:
-    """Return the labels of the tokens that dhidden has here, ignored where they do not count."""
-    labels = operands.labels
-    ignore_index = call.options.ignore_index
-    if operands.places is not None:
-        ignored = labels.new_full((call.T_all,), ignore_index)
-        labels = ignored.index_copy_(0, operands.places, labels)
-    return tokens_here(call, labels).clone()  # an operator must not return its inputs
-
-
-def _times_each(request: Backward, dhidden: Tensor | None, labels: Tensor) -> Tensor | None:
-    """Return dhidden times each token's upstream gradient."""
-    call = request.call
-    dloss = request.upstream.loss
-    if dhidden is None or dloss is None:
-        return None
-    dloss = tokens_here(call, dloss).to(call.stats_dtype).contiguous()
-    in_place = request.is_last and dhidden.dtype == call.dtype
-    out = dhidden if in_place else torch.empty_like(dhidden, dtype=call.dtype)
-    ignore_index = call.options.ignore_index
-    call.kernels.scale_rows(dhidden, dloss, labels, ignore_index=ignore_index, out=out)
-    return out
-
-
-def tokens_here(call: Call, x: Tensor) -> Tensor:
-    """Return those of [T_all] tokens that this rank's hidden has: its part if that is split."""
-    if call.sequence_group is None:
-        return x
-    P = collectives.group_size(call.tp_group)
-    rank = collectives.group_rank(call.tp_group)
-    return x.view(P, call.T_all // P)[rank]
-
-
-def _saved_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients are saved: before the upstream gradient arrives they may
-    be beyond fp16's range, or below it.
-    """
-    return torch.float32 if dtype == torch.float16 else dtype

@@ -19,7 +19,8 @@ from flce_dist.kernels.ids.token_ids import TokenIds
 from flce_dist.kernels.logits.operands import ShardLogits, rows_of
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
 from flce_dist.parallel import collectives
-from flce_dist.schedules.in_forward import InForward, tokens_here
+from flce_dist.schedules.in_forward import InForward
+from flce_dist.schedules.saved_gradients import tokens_here
 from flce_dist.scores.named import NamedSaved, opened, scored
 from flce_dist.scores.over_vocabulary import (
     NamedElements,
