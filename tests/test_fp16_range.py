@@ -291,9 +291,11 @@ def test_named_ids_alone_that_pass_the_range_of_frozen_scores(impl: str) -> None
     weight[0] = 150.0
     ids = torch.zeros(64, 1, dtype=torch.long, device=device)
     gradients = []
-    for options in ({"schedule": "auto"}, {"schedule": "recompute"}):
+    ways: list[dict[str, Any]] = [{"schedule": "auto"}, {"schedule": "recompute"}]
+    for way in ways:
         x = hidden.clone().requires_grad_()
-        linear_logprob(x, weight, ids, impl=impl, **options).logprob.sum().mul(800.0).backward()
+        scores = linear_logprob(x, weight, ids, **{"impl": impl, **way})
+        scores.logprob.sum().mul(800.0).backward()
         gradients.append(x.grad)
     expected = torch.full_like(hidden, 800.0 * 70.0 * (1 - 1 / 512))
     for gradient in gradients:

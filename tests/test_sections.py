@@ -97,12 +97,14 @@ def test_metrics_are_in_the_order_of_tokens(P: int) -> None:
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         rows = [x.tensor_split(size)[rank] for x in (weight, bias)]
         start = sum(len(x) for x in weight.tensor_split(size)[:rank])
-        given = (hidden.tensor_split(size)[rank].requires_grad_(), rows[0].requires_grad_())
-        more: dict[str, Any] = {"vocab_range": (start, start + len(rows[0]))} if group else {}
-        return linear_cross_entropy_with_metrics(
-            *given, labels, bias=rows[1], tp_group=group, vocab_size=127,
-            sequence_parallel=group is not None, **more, **IN_CHUNKS,
-        )  # fmt: skip
+        mine = hidden.tensor_split(size)[rank].requires_grad_()
+        weight_here = rows[0].requires_grad_()
+        options: dict[str, Any] = {"bias": rows[1], **IN_CHUNKS}
+        if group is not None:
+            ends = (start, start + len(weight_here))
+            options |= {"tp_group": group, "vocab_range": ends, "vocab_size": 127}
+            options |= {"sequence_parallel": True}
+        return linear_cross_entropy_with_metrics(mine, weight_here, labels, **options)
 
     alone = metrics(None)
     for found in run_ranks(metrics, P):
