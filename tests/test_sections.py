@@ -216,21 +216,33 @@ def test_samples(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     best_problem.close(found.logprob, whole.logprob)
 
 
-def frozen_bytes(group: dist.ProcessGroup, tokens: int, H: int) -> int:
+def frozen_bytes(
+    group: dist.ProcessGroup, tokens: int, H: int, dtype: torch.dtype, options: dict[str, Any]
+) -> int:
     g = torch.Generator().manual_seed(0)
-    hidden = torch.randn(tokens // 2, H, generator=g).requires_grad_()
-    weight = torch.randn(8, H, generator=g)
+    hidden = torch.randn(tokens // 2, H, generator=g).to(dtype).requires_grad_()
+    weight = torch.randn(8, H, generator=g).to(dtype)
     labels = torch.randint(16, (tokens,), generator=g)
     with peak_memory("cpu") as peak:
         linear_cross_entropy(
             hidden, weight, labels, tp_group=group, sequence_parallel=True,
-            reduction="none", **IN_CHUNKS,
+            reduction="none", **IN_CHUNKS, **options,
         )  # fmt: skip
     return peak.bytes
 
 
-def test_gathered_tokens_take_the_memory_of_sections(pools: Any) -> None:
-    """Four times the tokens: four times dhidden of this rank's, and no more of all ranks'."""
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"reduce_in_fp32": True})],
+    ids=str,
+)
+def test_gathered_tokens_take_the_memory_of_sections(
+    dtype: torch.dtype, options: dict[str, Any], pools: Any
+) -> None:
+    """Four times the tokens: four times dhidden of this rank's, and no more of all ranks'.
+
+    Nor of sums in fp32, which are rounded section by section.
+    """
     H = 512
-    few, many = (max(pools[2].run(frozen_bytes, n, H)) for n in (2048, 8192))
-    assert many - few <= (8192 - 2048) // 2 * H * 4 * 1.2
+    few, many = (max(pools[2].run(frozen_bytes, n, H, dtype, options)) for n in (2048, 8192))
+    assert many - few <= (8192 - 2048) // 2 * H * dtype.itemsize * 1.2

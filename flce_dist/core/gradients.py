@@ -116,9 +116,10 @@ class Gradients:
         self.weight = operands.weight
         self.keeps_fp32 = precedes and call.dtype == torch.float16
         self.dhidden: TokenSum | None = None
-        self.of_sections: Tensor | None = None
+        self.of_sections: Tensor | None = None  # dhidden of this rank's tokens, as it is returned
+        self.of_section: Tensor | None = None  # the rows whose sum is under way
         if call.needs.hidden and len(sections) > 1:
-            dtype = _share_dtype(call, self.keeps_fp32)
+            dtype = call.stats_dtype if self.keeps_fp32 else call.dtype
             self.of_sections = operands.hidden.new_empty(operands.hidden.shape, dtype=dtype)
         elif call.needs.hidden:
             places = operands.places
@@ -140,11 +141,20 @@ class Gradients:
         self.call = section.call
         if self.of_sections is None:
             return
-        if self.dhidden is not None:
-            self.dhidden.wait()
-        out = self.of_sections[section.rows]
+        self._end_section()
+        self.of_section = self.of_sections[section.rows]
         in_fp32 = self.keeps_fp32
+        is_rounded = self.of_section.dtype != _share_dtype(section.call, in_fp32)
+        out = None if is_rounded else self.of_section
         self.dhidden = new_dhidden(section.call, self.weight, in_fp32=in_fp32, out=out)
+
+    def _end_section(self) -> None:
+        """Wait for a section's dhidden; round it where shares are wider than the gradient."""
+        if self.dhidden is None or self.of_section is None:
+            return
+        total = self.dhidden.wait()
+        if total.dtype != self.of_section.dtype:
+            self.of_section.copy_(total)
 
     def add(self, chunk: Chunk) -> None:
         """Add all columns of a chunk; the sum of dhidden over ranks overlaps the last dweight."""
@@ -227,9 +237,11 @@ class Gradients:
 
     def finished(self, *, rounds_dbias: bool = True) -> Results:
         """Return the results; dhidden is summed over ranks, of this rank's tokens."""
-        dhidden = None if self.dhidden is None else self.dhidden.wait()
         if self.of_sections is not None:
-            dhidden = self.of_sections
+            self._end_section()
+            dhidden: Tensor | None = self.of_sections
+        else:
+            dhidden = None if self.dhidden is None else self.dhidden.wait()
         if dhidden is not None and not self.keeps_fp32:
             dhidden = dhidden.to(self.call.dtype)
         dbias = self.dbias
