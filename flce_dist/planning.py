@@ -21,7 +21,7 @@ from flce_dist.arguments.passed import Arguments, dtype_in_autocast
 from flce_dist.core.call import Needs
 from flce_dist.parallel import collectives
 from flce_dist.schedules.choose import Plan
-from flce_dist.schedules.costs import Shapes, gemms, total_bytes
+from flce_dist.schedules.costs import Shapes, chunk_sizes, gemms, total_bytes
 from flce_dist.schedules.in_forward import InForward
 from flce_dist.schedules.windows import Windows
 
@@ -45,7 +45,7 @@ class CallPlan:
     cached_columns: int  # held from the statistics to the gradients; others are computed again
     window_columns: int  # of those computed again, at a time; 0 if there are none
     lent_columns: int  # of the cached ones, those that lie in dweight's memory
-    chunks: tuple[int, ...]  # tokens that are taken one after the other, in_forward's sizes
+    chunks: tuple[int, ...]  # tokens of the group that are taken one after the other
 
     def __str__(self) -> str:
         lines = [
@@ -219,10 +219,8 @@ def _sizes_of(name: str, x: Any, dtype: torch.dtype) -> Tensor:
 
 def _described(schedule: str, sizes: Plan, needs: Needs, shapes: Shapes, copies: int) -> CallPlan:
     """Return the plan; ``copies`` are bytes of operands that the call copies."""
-    chunks = [(0, sizes.T)]
     lent = 0
     if isinstance(sizes, InForward):
-        chunks = sizes.chunks()
         lent = sum(columns for columns, _ in sizes.lending)
     forward_gemms, backward_gemms = gemms(sizes, needs, shapes)
     return CallPlan(
@@ -237,7 +235,7 @@ def _described(schedule: str, sizes: Plan, needs: Needs, shapes: Shapes, copies:
         cached_columns=sizes.cached_v,
         window_columns=sizes.window_v if sizes.cached_v < sizes.V else 0,
         lent_columns=lent,
-        chunks=tuple(last - first for first, last in chunks),
+        chunks=tuple(chunk_sizes(sizes, shapes)),
     )
 
 

@@ -99,3 +99,17 @@ def test_fp16_keeps_dhidden_in_fp32_until_a_loss_scale_arrives(P: int, accumulat
     rest = told.total_bytes - told.logits_bytes - dweight_before_rounding - 64 * T
     travels = 0 if P == 1 else wide // 2
     assert rest == wide // 2 + accumulators * wide + travels
+
+
+@pytest.mark.parametrize("frozen", ["", "hidden", "weight"])
+def test_what_sections_take_does_not_grow_with_tokens(frozen: str) -> None:
+    """But for the numbers of each token."""
+
+    def told(T: int) -> int:
+        with torch.device("meta"):
+            hidden = torch.empty(T // 2, 64, requires_grad=frozen != "hidden")
+            weight = torch.empty(16000, 64, requires_grad=frozen != "weight")
+        options: dict[str, Any] = {"schedule": "in_forward", "max_logits_bytes": 1}
+        return plan(hidden, weight, (T,), tp_size=2, sequence_parallel=True, **options).total_bytes
+
+    assert told(16384) - told(4096) == (16384 - 4096) * 64

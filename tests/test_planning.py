@@ -193,6 +193,25 @@ def test_on_ranks(uneven: bool) -> None:
     assert first == second
 
 
+@pytest.mark.usefixtures("small")
+def test_chunks_are_sections_where_hidden_is_split() -> None:
+    """Three ranks take 15 tokens where one would take 16."""
+
+    def rank(group: dist.ProcessGroup) -> tuple[tuple[int, ...], list[str]]:
+        hidden, weight, _ = tensors((T // 3,), rows=V // 3)
+        *_, labels = tensors()
+        options: dict[str, Any] = {"sequence_parallel": True, "max_logits_bytes": 16 * V // 3 * 4}
+        arguments = {"tp_group": group, "schedule": "in_forward", **options}
+        told = plan(hidden, weight, labels, **arguments)
+        linear_cross_entropy(hidden, weight, labels, **arguments)
+        calls: list[str] = getattr(group, "calls", [])
+        return told.chunks, [call for call in calls if "allgather" in call]
+
+    for chunks, gathered in run_ranks(rank, 3):
+        assert chunks == (15, 15, 15, 3)
+        assert gathered == [f"allgather float32[{tokens // 3 * H}]" for tokens in chunks]
+
+
 def test_arguments_are_checked_as_those_of_a_call() -> None:
     hidden, weight, labels = tensors()
     both: list[tuple[tuple[Any, ...], dict[str, Any]]] = [

@@ -41,6 +41,19 @@ def gemms(sizes: Plan, needs: Needs, shapes: Shapes) -> tuple[float, float]:
     return 1.0 + gradients + computed_again * of_first_chunk, 0.0
 
 
+def chunk_sizes(sizes: Plan, shapes: Shapes) -> list[int]:
+    """Return the tokens that are taken one after the other, of all ranks where these are sections.
+
+    A section has the same rows of each rank, so at most P - 1 tokens less than its chunk.
+    """
+    if not isinstance(sizes, InForward):
+        return [sizes.T]
+    if _is_cut(sizes, shapes):
+        P = shapes.P
+        return [P * (last - first) for first, last in sizes.rows_of_chunks(P)]
+    return [last - first for first, last in sizes.chunks()]
+
+
 def total_bytes(sizes: Plan, needs: Needs, shapes: Shapes) -> int:
     """Return the most that exists at a time beyond operands and gradients.
 
@@ -58,7 +71,7 @@ def total_bytes(sizes: Plan, needs: Needs, shapes: Shapes) -> int:
     if needs.hidden:
         of_gemms += _dhidden_bytes(sizes, shapes)
     elif needs.weight:  # hidden times the tokens' factors
-        of_gemms += itemsize * T * shapes.trained
+        of_gemms += itemsize * max(chunk_sizes(sizes, shapes)) * shapes.trained
     if needs.weight and isinstance(sizes, InForward):
         of_gemms = _with_dweight(of_gemms, sizes, shapes)
     return of_tokens + of_gemms
@@ -73,7 +86,7 @@ def _dhidden_bytes(sizes: Plan, shapes: Shapes) -> int:
     wide = max(4, shapes.itemsize)
     if not isinstance(sizes, InForward):
         return wide * sizes.T * shapes.H
-    accumulator = wide * max(sizes.first_t, sizes.chunk_t) * shapes.H
+    accumulator = wide * max(chunk_sizes(sizes, shapes)) * shapes.H
     if not sizes.converts:
         return accumulator
     kept = (4 - shapes.itemsize) * sizes.T * shapes.H
@@ -86,7 +99,7 @@ def _dhidden_bytes(sizes: Plan, shapes: Shapes) -> int:
 def _is_cut(sizes: InForward, shapes: Shapes) -> bool:
     """Whether chunks are sections, whose hidden states and dhidden travel one after the other."""
     is_split = shapes.sequence_parallel and shapes.P > 1 and not shapes.chooses_tokens
-    return is_split and len(sizes.chunks()) > 1
+    return is_split and len(sizes.rows_of_chunks(shapes.P)) > 1
 
 
 def _section_bytes(sizes: InForward, needs: Needs, shapes: Shapes) -> int:
@@ -95,9 +108,11 @@ def _section_bytes(sizes: InForward, needs: Needs, shapes: Shapes) -> int:
     Hidden of the next one, and of this one while the weight's gradient reads it; where ranks copy
     it from; a share of dhidden. All ranks' shares are gone before there is an accumulator.
     """
-    elements = max(sizes.first_t, sizes.chunk_t) * shapes.H
+    elements = max(chunk_sizes(sizes, shapes)) * shapes.H
     hidden = elements * shapes.itemsize
-    dhidden = elements * (4 if sizes.converts else shapes.itemsize)
+    dhidden = 0
+    if needs.hidden:
+        dhidden = elements * (4 if sizes.converts else shapes.itemsize)
     return (2 if needs.weight else 1) * hidden + hidden // shapes.P + dhidden
 
 
@@ -110,10 +125,12 @@ def _travelling_bytes(sizes: Plan, needs: Needs, shapes: Shapes) -> int:
     if not shapes.sequence_parallel:
         sums = needs.hidden and shapes.reduces_dhidden
         return sizes.T * shapes.H * shapes.itemsize if sums else 0
+    if isinstance(sizes, InForward) and _is_cut(sizes, shapes):
+        return _section_bytes(sizes, needs, shapes)
     if not needs.hidden:
         return hidden + hidden // P
     if isinstance(sizes, InForward):
-        return _section_bytes(sizes, needs, shapes) if _is_cut(sizes, shapes) else 2 * hidden
+        return 2 * hidden
     is_mixed = 0 < sizes.cached_v < sizes.V
     recomputes_fp16 = sizes.converts and not sizes.cached_v
     return 3 * hidden if is_mixed or recomputes_fp16 else 2 * hidden

@@ -62,11 +62,14 @@ class InForward(Sizes):
         starts = [0, *range(self.first_t, self.T, self.chunk_t)]
         return list(zip(starts, [*starts[1:], self.T], strict=True))
 
+    def rows_of_chunks(self, P: int) -> list[tuple[int, int]]:
+        """Return the rows (first, last) of each of P ranks where chunks are sections."""
+        return rows_of_sections(self.T, P, (self.first_t, self.chunk_t))
+
     def sections(self, call: Call, operands: Operands) -> list[Section]:
         """Return the chunks as sections of a call whose hidden is split, else one of all chunks."""
         P = collectives.group_size(call.sequence_group)
-        rows = rows_of_sections(call.T, P, (self.first_t, self.chunk_t))
-        return sections_of(call, operands, rows)
+        return sections_of(call, operands, self.rows_of_chunks(P))
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
         norm = early_norm(call, operands)
