@@ -79,7 +79,11 @@ class Divergence:
         )
 
     def statistics(self, call: Call, operands: Operands, teacher: TeacherOperands) -> Taken:
-        """Take the statistics of all tokens, and keep no logits."""
+        """Take the statistics of all tokens, and keep no logits.
+
+        A section's first hidden states travel once the one before is computed: both models' are
+        copied from the same memory, one after the other.
+        """
         taken = Taken(call, self.sections(call, operands))
         pair = self.pair(taken.sections[0], teacher, keeps_logits=False)
         for section, following in with_next(taken.sections):
