@@ -128,9 +128,9 @@ def told_if_unbound(function: Callable[_P, _R], calls: str | None = None) -> Cal
     """Where Python refuses one rank's arguments, a missing one or a keyword, all ranks raise.
 
     Of a keyword that ``function`` does not have the error says which was meant. Its group is the
-    parameter data_group or else tp_group, of a layer's method that of the layer, and hidden, or the
-    first one, is on the group's device. A group that this rank did not pass is not known, so nobody
-    is told. ``calls`` is the function that a method calls, in which the other ranks are.
+    parameter data_group or else tp_group, of a layer's method the layer's, and hidden is on the
+    group's device. A group that this rank did not pass is not known, so nobody is told. ``calls``
+    is the function that a method calls, in which the other ranks are.
     """
     parameters = inspect.signature(function).parameters
     names = frozenset(parameters)

@@ -16,7 +16,6 @@ from flce_dist.core.call import Call, Operands, Outputs, Saved
 from flce_dist.core.sections import (
     Section,
     joined,
-    rows_of_sections,
     sections_of,
     with_next,
 )
@@ -47,8 +46,8 @@ class TopK:
     section_t: int = field(default=0, repr=False)  # tokens of a section; ``sized`` says
 
     def sized(self, call: Call) -> "TopK":
-        counts = self.with_labels
-        return replace(self, section_t=_section_tokens(call, self.k, counts=counts))
+        section_t = _section_tokens(call, self.k, counts=self.with_labels)
+        return replace(self, section_t=section_t)
 
     def operands(self, call: Call, operands: Operands) -> Operands:
         """Return the operands with labels that are checked; 0 of each token without labels."""
@@ -60,7 +59,7 @@ class TopK:
         kernels = kernels_of(call.impl)
         group = call.tp_group
         counted = operands.labels != call.options.ignore_index
-        sections = _sections(call, operands, self.section_t)
+        sections = sections_of(call, operands, (self.section_t,))
         of_shard = []
         of_labels = []
         for section, logits in _gathered(sections):
@@ -107,7 +106,7 @@ class Sample:
         return operands
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
-        sections = _sections(call, operands, self.section_t)
+        sections = sections_of(call, operands, (self.section_t,))
         drawn = [self._draw(section.call, logits) for section, logits in _gathered(sections)]
         logprob, ids = (joined(parts, sections[0].P) for parts in zip(*drawn, strict=True))
         return logprob, (ids,), ()
@@ -138,11 +137,6 @@ def _section_tokens(call: Call, k: int, *, counts: bool) -> int:
     return chunk_tokens(call.T, shared.V, k, counts=counts, grid=grid)
 
 
-def _sections(call: Call, operands: Operands, section_t: int) -> list[Section]:
-    P = collectives.group_size(call.sequence_group)
-    return sections_of(call, operands, rows_of_sections(call.T, P, (section_t,)))
-
-
 def _gathered(sections: list[Section]) -> Iterator[tuple[Section, ShardLogits]]:
     """Yield this shard's logits of each section, while the next one's hidden states travel."""
     upcoming = _begun(sections[0])
@@ -156,7 +150,7 @@ def _gathered(sections: list[Section]) -> Iterator[tuple[Section, ShardLogits]]:
 
 def _begun(section: Section) -> tuple[collectives.TokenGather, ShardLogits]:
     gather, logits = gathered_logits(section.call, section.operands)
-    gather.start(beside=section.rows.start > 0)
+    gather.start(beside=section.is_later)
     return gather, logits
 
 

@@ -11,7 +11,7 @@ from flce_dist.core.dlogits import Chunk, dlogits, split_columns
 from flce_dist.core.sections import Section
 from flce_dist.kernels import gemm
 from flce_dist.kernels.logits.operands import part_of, rows_of
-from flce_dist.kernels.rows import formulas as formulas
+from flce_dist.kernels.rows import formulas
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
 from flce_dist.parallel import transport
 from flce_dist.parallel.collectives import TokenSum

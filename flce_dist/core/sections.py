@@ -26,22 +26,38 @@ class Section(NamedTuple):
     rows: slice  # of this rank's hidden states
     P: int  # 1 if the call is not cut
 
+    @property
+    def is_later(self) -> bool:
+        """Whether another section is computed while this one travels."""
+        return self.rows.start > 0
+
     def of_tokens(self, x: Tensor) -> Tensor:
         """Return this section's [P n] of x [T]."""
         return _cut(x, self.rows, self.P)
 
 
-def can_be_cut(call: Call, operands: Operands) -> bool:
-    """Whether each rank has its rows of the tokens; those that are chosen may lie anywhere."""
-    return call.sequence_group is not None and operands.places is None
+def whole(call: Call, operands: Operands) -> Section:
+    """Return all of a call as one section."""
+    return Section(call, operands, slice(0, len(operands.hidden)), 1)
 
 
-def sections_of(call: Call, operands: Operands, rows: Sequence[tuple[int, int]]) -> list[Section]:
-    """Cut a call into sections of these rows of each rank: ranges (first, last), in order."""
-    if len(rows) == 1 or not can_be_cut(call, operands):
-        return [Section(call, operands, slice(0, len(operands.hidden)), 1)]
-    P = collectives.group_size(call.tp_group)
+def sections_of(call: Call, operands: Operands, most: Sequence[int]) -> list[Section]:
+    """Cut a call whose hidden is split into the sections of ``rows_of_sections``.
+
+    Tokens that are chosen may lie anywhere, so such a call is not cut.
+    """
+    P = collectives.group_size(call.sequence_group)
+    rows = rows_of_sections(call.T, P, most)
+    if P == 1 or len(rows) == 1 or operands.places is not None:
+        return [whole(call, operands)]
     return [_section(call, operands, slice(*range_of_rows), P) for range_of_rows in rows]
+
+
+def tokens_here(call: Call, x: Tensor) -> Tensor:
+    """Return those of [T_all] tokens that this rank's hidden has: its part if that is split."""
+    P = collectives.group_size(call.sequence_group)
+    rank = collectives.group_rank(call.sequence_group)
+    return x.view(P, call.T_all // P)[rank] if P > 1 else x
 
 
 def rows_of_sections(T: int, P: int, most: Sequence[int]) -> list[tuple[int, int]]:

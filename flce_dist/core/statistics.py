@@ -1,13 +1,12 @@
 """One pass over this shard's logits: statistics and loss.  T = tokens, V = real rows here."""
 
-from typing import Any
-
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.arguments.options import OWN_SUM
 from flce_dist.core.call import Call, Metrics, Operands
-from flce_dist.core.sections import joined
+from flce_dist.core.sections import joined, tokens_here
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, part_of
 from flce_dist.kernels.logits.target import Target
 from flce_dist.kernels.rows.formulas import TokenStats, token_entropy
@@ -28,7 +27,7 @@ class Pass:
         self.token_weight = operands.token_weight
         self.gather, self.logits = gathered_logits(call, operands)
         self._label_logit: Tensor | None = None
-        self._label_sum: Any = None  # in flight, if it began early
+        self._label_sum: dist.Work | None = None  # in flight
         self.target = Target(
             with_entropy=call.options.with_metrics,
             with_sum_z=call.options.label_smoothing != 0.0,
@@ -135,8 +134,7 @@ def finished(
     if options.reduction in ("none", OWN_SUM):
         loss = put_back(loss, operands.places, call.T_all)
     if options.reduction == OWN_SUM:
-        ranks = collectives.group_size(call.tp_group)
-        loss = loss.view(ranks, call.T_all // ranks)[collectives.group_rank(call.tp_group)]
+        loss = tokens_here(call, loss)
     if options.reduction == "mean" and norm is None:
         loss, norm = call.kernels.mean_loss(loss, *_of_norm(call, operands))
     elif options.reduction != "none":

@@ -99,7 +99,7 @@ class Pair:
         if measure.is_teacher_first:
             models.reverse()
         self._gathers = [gathered_logits(*models[0])]
-        self._gathers[0][0].start(beside=section.rows.start > 0)
+        self._gathers[0][0].start(beside=section.is_later)
         self._second_model = models[1]
         options = call.options
         self.has_second_pass = not measure.takes_one_pass or (

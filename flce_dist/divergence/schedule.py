@@ -19,8 +19,8 @@ from flce_dist.core.gradients import Gradients, new_dweight
 from flce_dist.core.sections import (
     Section,
     in_order_of_sections,
-    rows_of_sections,
     sections_of,
+    whole,
     with_next,
 )
 from flce_dist.core.statistics import early_norm, gathered_logits
@@ -29,7 +29,7 @@ from flce_dist.divergence.taken import Taken
 from flce_dist.kernels.divergence.formulas import Measure, PairStats
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, new_window
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats, root_of_large, token_dloss
-from flce_dist.parallel.collectives import TokenGather, group_size
+from flce_dist.parallel.collectives import TokenGather
 from flce_dist.parallel.counted import at_places, put_back
 from flce_dist.schedules.saved_gradients import (
     SavedGradients,
@@ -64,8 +64,7 @@ class Divergence:
 
     def sections(self, call: Call, operands: Operands) -> list[Section]:
         """Return groups of chunks as sections of a call whose hidden is split."""
-        P = group_size(call.sequence_group)
-        return sections_of(call, operands, rows_of_sections(call.T, P, (self.group_t,)))
+        return sections_of(call, operands, (self.group_t,))
 
     def pair(self, section: Section, teacher: TeacherOperands, *, keeps_logits: bool) -> Pair:
         """Begin a pass over both models' logits of a section."""
@@ -112,15 +111,14 @@ class Divergence:
         pair = self.pair(taken.sections[0], teacher, keeps_logits=True)
         for section, following in with_next(taken.sections):
             T = section.call.T
-            groups = ranges(0, T, self.group_t)
             of_section = slope[done : done + T]
-            for first, last in groups:
+            known = None if stats is None else stats.tokens(done, done + T)
+            for first, last in ranges(0, T, self.group_t):
                 tokens = (first, last)
                 d = _new_d(section.call, tokens, slope.device)
-                if stats is None:
+                if known is None:
                     size = pair.compare(tokens, of_section, d)
                 else:
-                    known = stats.tokens(done, done + T)
                     size = pair.compute_again(tokens, known, of_section, d)
                 factor = None if scale is None else scale[done + first : done + last]
                 chunk = _chunk(tokens, pair.gather, pair.student, d, factor, size)
@@ -172,7 +170,7 @@ class DivergenceCached(Divergence):
     def forward(
         self, call: Call, operands: Operands, teacher: TeacherOperands
     ) -> tuple[Tensor, Outputs, Saved]:
-        taken = Taken(call, sections_of(call, operands, [(0, len(operands.hidden))]))
+        taken = Taken(call, [whole(call, operands)])
         pair = self.pair(taken.sections[0], teacher, keeps_logits=True)
         tokens = (0, self.T)
         d = _new_d(call, tokens, operands.labels.device)

@@ -1,7 +1,5 @@
 """What passes over both models' logits yield, of all sections.  T = tokens of the group."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -29,15 +27,18 @@ class Taken:
 
     def metrics(self) -> list[Tensor]:
         """Return the metrics [T] of all tokens, in their order, if there are any."""
-        of_chunks = [metrics for _, metrics in self._pairs]
-        each = [zip(*chunks, strict=True) for chunks in of_chunks]
-        return [self._in_order(list(x)) for x in zip(*each, strict=True)]
+        if not self.call.options.with_metrics:
+            return []
+        numbers = range(len(PairMetrics._fields))
+        return [
+            self._in_order([[x[i] for x in found] for _, found in self._pairs]) for i in numbers
+        ]
 
     def all_stats(self) -> PairStats:
         """Return the statistics [T] of all tokens, one section after the other."""
         of_chunks = [x for stats, _ in self._pairs for x in stats]
         return PairStats(*map(torch.cat, zip(*of_chunks, strict=True)))
 
-    def _in_order(self, of_sections: list[Any]) -> Tensor:
-        parts = [x[0] if len(x) == 1 else torch.cat(list(x)) for x in of_sections]
+    def _in_order(self, of_sections: list[list[Tensor]]) -> Tensor:
+        parts = [x[0] if len(x) == 1 else torch.cat(x) for x in of_sections]
         return joined(parts, self.sections[0].P)

@@ -20,7 +20,6 @@ from flce_dist.core.sections import (
 from flce_dist.core.statistics import Pass, early_norm, finished
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, new_window
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
-from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 from flce_dist.schedules.saved_gradients import (
     SavedGradients,
@@ -43,8 +42,8 @@ class InForward(Sizes):
 
     Sizes are those of the first chunk; later ones hold all columns.
     Forward: three GEMMs of 2 T H V flop. Several chunks accumulate dweight in fp32. Under sequence
-    parallelism chunks are sections; for each a gather of hidden, in flight during the GEMMs of the
-    one before, and the sum of dhidden over ranks, in flight during the logits of the next, of the
+    parallelism chunks are sections; for each a gather of hidden, in flight while the one before is
+    computed, and the sum of dhidden over ranks, in flight during the logits of the next, of the
     last one during dweight. The all-reduces of ``chunk_loss``.
     Backward: the gradients times the scalar upstream gradient, at no cost if it is 1. If hidden
     alone needs a gradient, tokens may have upstream gradients of their own: dhidden times these.
@@ -68,8 +67,7 @@ class InForward(Sizes):
 
     def sections(self, call: Call, operands: Operands) -> list[Section]:
         """Return the chunks as sections of a call whose hidden is split, else one of all chunks."""
-        P = collectives.group_size(call.sequence_group)
-        return sections_of(call, operands, self.rows_of_chunks(P))
+        return sections_of(call, operands, (self.first_t, self.chunk_t))
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
         norm = early_norm(call, operands)
@@ -227,5 +225,5 @@ class InForward(Sizes):
 def opened(section: Section) -> Pass:
     """Return a pass over a section's logits that has begun to gather its hidden states."""
     forward_pass = Pass(section.call, section.operands)
-    forward_pass.gather.start(beside=section.rows.start > 0)
+    forward_pass.gather.start(beside=section.is_later)
     return forward_pass

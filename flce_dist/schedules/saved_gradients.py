@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flce_dist.core.call import Backward, Call, Operands, Results
+from flce_dist.core.sections import tokens_here
 from flce_dist.kernels.rows.formulas import power_of_two
-from flce_dist.parallel import collectives
 
 
 class SavedGradients(NamedTuple):
@@ -88,15 +88,6 @@ def _times_each(request: Backward, dhidden: Tensor | None, labels: Tensor) -> Te
     ignore_index = call.options.ignore_index
     call.kernels.scale_rows(dhidden, dloss, labels, ignore_index=ignore_index, out=out)
     return out
-
-
-def tokens_here(call: Call, x: Tensor) -> Tensor:
-    """Return those of [T_all] tokens that this rank's hidden has: its part if that is split."""
-    if call.sequence_group is None:
-        return x
-    P = collectives.group_size(call.tp_group)
-    rank = collectives.group_rank(call.tp_group)
-    return x.view(P, call.T_all // P)[rank]
 
 
 def saved_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved
 from flce_dist.core.gradients import Gradients, new_dhidden
-from flce_dist.core.sections import Section
+from flce_dist.core.sections import tokens_here, whole
 from flce_dist.kernels.ids.token_ids import TokenIds
 from flce_dist.kernels.logits.operands import ShardLogits, rows_of
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
 from flce_dist.parallel import collectives
 from flce_dist.schedules.in_forward import InForward
-from flce_dist.schedules.saved_gradients import tokens_here
 from flce_dist.scores.named import NamedSaved, opened, scored
 from flce_dist.scores.over_vocabulary import (
     NamedElements,
@@ -67,8 +66,8 @@ class OverVocabularyInForward:
         ) -> tuple[RowGradient, WithoutNamed]:
             return _mean_rows(stats, from_lse=call.is_from_lse), WithoutNamed(call, ids, *tokens)
 
-        whole = [Section(call, operands, slice(0, len(operands.hidden)), 1)]
-        of_chunks, *_ = self.chunks.add_chunks(whole, lambda _: forward_pass, gradients, of_mean)
+        sections = [whole(call, operands)]
+        of_chunks, *_ = self.chunks.add_chunks(sections, lambda _: forward_pass, gradients, of_mean)
         z = collectives.all_reduce_sum(z, call.tp_group)
         stats = _joined(of_chunks)
         mean, _, _ = gradients.finished()
