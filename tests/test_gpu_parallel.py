@@ -5,7 +5,8 @@ import importlib
 import io
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -28,8 +29,17 @@ def gpus(count: int) -> Any:
     return pytest.param(count, marks=[pytest.mark.gpu(count), pytest.mark.alone])
 
 
-def all_passed(names: list[str], world_size: int) -> str:
+def all_passed(names: Sequence[str], world_size: int) -> str:
     return f"{len(names)} of {len(names)} checks passed on {world_size} ranks\nok\n"
+
+
+AT_ONCE = (
+    ("memory", "gradients"),
+    ("bits", "streams", "devices", "graphs", "host"),
+    ("verify", "compile", "collectives", "first_call"),
+    ("best_ids", "empty", "subgroups", "heads", "checkpointing"),
+)
+"""Checks of one torchrun each, side by side: with cold caches they mostly compile."""
 
 
 @pytest.mark.parametrize("world_size", [gpus(2), gpus(4)])
@@ -37,17 +47,27 @@ def all_passed(names: list[str], world_size: int) -> str:
 def test_checks_pass_over_nccl(connections, world_size, monkeypatch, tmp_path):
     """Every one, and over one connection those of copies beside other work."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    names = list(gpu_parallel.CHECKS)
+    names_at_once = AT_ONCE
     if connections:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", str(connections))
-        names = list(gpu_parallel.BESIDE_OTHER_WORK)
+        names_at_once = (gpu_parallel.BESIDE_OTHER_WORK,)
     # NCCL's threads read the agent's store until the end; that of rank 0 would be gone.
     command = ["env", "-u", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", sys.executable]
     command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-    command += ["-m", PROGRAM, "--device", "cuda", *PATIENCE, "--checks", *names]
-    with started(command, tmp_path) as ranks:
-        (status,), (printed,) = ranks.finish(shows=True)
-    assert status == 0 and all_passed(names, world_size) in printed, printed
+    command += ["-m", PROGRAM, "--device", "cuda", *PATIENCE, "--checks"]
+    with contextlib.ExitStack() as until_end:
+        all_ranks = [
+            until_end.enter_context(started([*command, *names], tmp_path / names[0]))
+            for names in names_at_once
+        ]
+        pool = until_end.enter_context(ThreadPoolExecutor())
+        ends = list(pool.map(lambda ranks: ranks.finish(shows=True), all_ranks))
+    for names, ((status,), (printed,)) in zip(names_at_once, ends, strict=True):
+        assert status == 0 and all_passed(names, world_size) in printed, printed
+
+
+def test_every_check_is_of_one_torchrun():
+    assert sorted(itertools.chain(*AT_ONCE)) == sorted(gpu_parallel.CHECKS)
 
 
 def test_every_check_passes_over_gloo(tmp_path):
