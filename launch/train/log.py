@@ -17,6 +17,7 @@ from flce_dist.launch.write import replacing, strict_json, write_figure, writing
 
 METRICS = "metrics.jsonl"
 CUT = "metrics.cut.jsonl"
+RUN = "run.json"  # hardware, versions, command and configuration
 KINDS = {"train": "-", "validation": "o-"}
 """Of records, and the style of each in the figure."""
 

@@ -15,7 +15,7 @@ from flce_dist.launch.train import compare, model
 from flce_dist.launch.train.checkpoint import Checkpoint, clean, newest_whole, save
 from flce_dist.launch.train.config import RunConfig, flatten, resume_conflicts
 from flce_dist.launch.train.data import IGNORED, Corpus
-from flce_dist.launch.train.log import RunLog, plot_loss_curve
+from flce_dist.launch.train.log import RUN, RunLog, plot_loss_curve
 from flce_dist.launch.train.optimizer import Optimizer
 from flce_dist.launch.train.ranks import said, say
 from flce_dist.launch.write import write_json, writing
@@ -169,7 +169,7 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
             "command": ["python", "-m", "flce_dist.launch.train", *sys.argv[1:]],
             "config": flatten(config),
         }
-        write_json(config.out_dir / "run.json", origin)
+        write_json(config.out_dir / RUN, origin)
         log = RunLog(config.out_dir, step=trainer.step, steps=config.steps, head_mib=head_mib)
         if checkpoint is not None:
             log.say(f"continuing {checkpoint.path}")

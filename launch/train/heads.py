@@ -1,0 +1,111 @@
+"""Time a training step with our head and with Megatron's: the same run with each, one by one.
+
+    python -m flce_dist.launch.train.heads --config configs/convergence.yaml \
+        --data.text corpus.txt --steps 100 --out runs/heads
+
+All arguments but ``--out`` are those of flce_dist.launch.train. Runs are kept in ``out``/, where a
+run that had ended is not repeated, and one that had not goes on. Result: out.json,
+{"about": {...}, "records": [...]}; of the steps after the first 20 the median counts.
+"""
+
+from flce_dist.launch.program import RunError, run_program  # isort: skip  # before other packages
+
+import argparse
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flce_dist.launch.read import parse_json, read_bytes
+from flce_dist.launch.train.config import load_config
+from flce_dist.launch.train.log import METRICS, RUN, record_in
+from flce_dist.launch.write import check_writable, write_json
+
+WARM_UP = 20
+"""Steps that compile, tune and fill caches."""
+
+HEADS = {
+    "cached": ["--head.schedule", "cached"],
+    "in_forward": ["--head.schedule", "in_forward"],
+    "megatron_fused": ["--head.kind", "megatron_fused", "--head.schedule", "auto"],
+    "megatron_unfused": ["--head.kind", "megatron_unfused", "--head.schedule", "auto"],
+}
+"""The arguments of each, by the folder of its run."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(
+        description="Train for a few steps with each head; further arguments are those of "
+        "flce_dist.launch.train.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", type=Path, required=True, help="without .json")
+    found, of_train = parser.parse_known_args(arguments)
+    path = found.out.with_name(f"{found.out.name}.json")
+    check_writable(path)
+    runs = {
+        name: [*of_train, *how, "--out-dir", f"{found.out / name}"] for name, how in HEADS.items()
+    }
+    for of_run in runs.values():
+        if load_config(of_run).steps <= WARM_UP:
+            raise RunError(f"--steps must be more than the {WARM_UP} that warm up")
+    for name, of_run in runs.items():
+        print(f"{name}:", flush=True)
+        command = [sys.executable, "-m", "flce_dist.launch.train", *of_run]
+        status = subprocess.run(command).returncode
+        if status:
+            return status
+    of_runs = {name: _facts(found.out / name) for name in runs}
+    about = {key: x for key, x in of_runs["cached"].items() if key not in ("command", "config")}
+    about["command"] = shlex.join(["python", "-m", "flce_dist.launch.train.heads", *arguments])
+    records = [_record(name, of_runs[name], found.out / name) for name in runs]
+    write_json(path, {"about": about, "records": records})
+    for record in records:
+        print(
+            "{head:18} {p50_ms:7.1f} ms, {tokens_per_s:,.0f} tokens/s, {peak_mib:,.0f} MiB, "
+            "of the head {head_mib:,.0f} MiB".format_map(record)
+        )
+    print(f"records in {path}")
+    return 0
+
+
+def _facts(run: Path) -> dict[str, Any]:
+    return parse_json(read_bytes(run / RUN))
+
+
+def _record(head: str, facts: dict[str, Any], run: Path) -> dict[str, Any]:
+    """Return what the steps of a run took, and the last validation loss."""
+    config = facts["config"]
+    lines = read_bytes(run / METRICS).splitlines(keepends=True)
+    events = [record for record in map(record_in, lines) if record is not None]
+    steps = [x for x in events if x["kind"] == "train"]
+    losses = [x["loss"] for x in events if x["kind"] == "validation"]
+    times = [x["step_ms"] for x in steps[WARM_UP:]]
+    p20, p50, p80 = np.quantile(times, (0.2, 0.5, 0.8)).tolist()
+    replicas = facts["ranks"] // config["parallel.tensor"]
+    sequences = config["data.batch_size"] * config["data.microbatches"] * replicas
+    tokens = sequences * config["model.seq_length"]
+    return {
+        "head": head,
+        "mode": "training",
+        "T": tokens,
+        "H": config["model.hidden_size"],
+        "layers": config["model.num_layers"],
+        "steps": len(steps),
+        "p20_ms": p20,
+        "p50_ms": p50,
+        "p80_ms": p80,
+        "tokens_per_s": 1e3 * tokens / p50,
+        "peak_mib": max(x["peak_mib"] for x in steps),
+        "head_mib": steps[-1]["head_peak_mib"],
+        "loss": steps[-1]["loss"],
+        "validation_loss": losses[-1],
+    }
+
+
+if __name__ == "__main__":
+    run_program(main)
