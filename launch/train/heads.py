@@ -66,8 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
     write_json(path, {"about": about, "records": records})
     for record in records:
         print(
-            "{head:18} {p50_ms:7.1f} ms, {tokens_per_s:,.0f} tokens/s, {peak_mib:,.0f} MiB, "
-            "of the head {head_mib:,.0f} MiB".format_map(record)
+            "{head:17}{p50_ms:9.1f} ms, {tokens_per_s:9,.0f} tokens/s, its head "
+            "{head_mib:7,.0f} MiB".format_map(record)
         )
     print(f"records in {path}")
     return 0
@@ -100,7 +100,7 @@ def _record(head: str, facts: dict[str, Any], run: Path) -> dict[str, Any]:
         "p50_ms": p50,
         "p80_ms": p80,
         "tokens_per_s": 1e3 * tokens / p50,
-        "peak_mib": max(x["peak_mib"] for x in steps),
+        "peak_mib": max(x["peak_mib"] for x in steps) if "peak_mib" in steps[0] else None,  # GPUs
         "head_mib": steps[-1]["head_peak_mib"],
         "loss": steps[-1]["loss"],
         "validation_loss": losses[-1],
