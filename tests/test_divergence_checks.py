@@ -26,7 +26,7 @@ from tests.divergence_problem import H_T, H, T, V, problem
         ({"teacher_weight": torch.zeros(V - 1, H_T)}, f"teacher_weight must have the {V} rows"),
         (
             {"teacher_weight": torch.zeros(V, H_T).double()},
-            "teacher_weight must have hidden's dtype",
+            "teacher_weight must have teacher_hidden's dtype",
         ),
         ({"teacher_bias": torch.zeros(3)}, r"teacher_bias must be \[V\]"),
         ({"teacher_temperature": 0.0}, "teacher_temperature must be a float .*above 0"),
@@ -34,7 +34,7 @@ from tests.divergence_problem import H_T, H, T, V, problem
         ({"temperature": torch.zeros(T)}, "^temperature must be above 0 for each token"),
         (
             {"teacher_rows": torch.zeros(3).long()},
-            rf"teacher_rows must be int64 \[V\] with V = {V}",
+            rf"teacher_rows must be int64 or int32 \[V\] with V = {V}",
         ),
         ({"teacher_rows": torch.full((V,), V)}, "teacher_rows must be within this rank's rows"),
         ({"labels": torch.zeros(3).long()}, "labels must be"),
@@ -50,6 +50,53 @@ def test_wrong_arguments(changes: dict[str, Any], words: str) -> None:
     arguments = {**given.operands, **given.options, **changes}
     with pytest.raises((ValueError, NotImplementedError), match=words):
         linear_divergence(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"teacher_hidden": torch.zeros(T, H_T).bfloat16()},
+            "teacher_weight must have teacher_hidden's dtype torch.bfloat16, got torch.float32: "
+            "pass teacher_weight.to(torch.bfloat16) or teacher_hidden.to(torch.float32), or call "
+            "under torch.autocast; the gradient of each has the dtype that was passed",
+        ),
+        (
+            {"teacher_temperature": torch.ones(T, 1)},
+            f"teacher_temperature must be ({T},), as tokens, got ({T}, 1): pass "
+            f"teacher_temperature.reshape(({T},))",
+        ),
+        (
+            {"teacher_vocab_range": (0, 30), "vocab_size": V},
+            f"teacher_vocab_range must be half-open (start, end) with end - start = {V} from "
+            "teacher_weight, got (0, 30)",
+        ),
+        (
+            {"teacher_weight": torch.zeros(30, H_T), "vocab_size": 40},
+            f"teacher_weight must have the 40 rows of vocab_size, on 1 ranks 40 each, got (30, "
+            f"{H_T})",
+        ),
+        (
+            {"teacher_weight": torch.zeros(H_T, V)},
+            f"teacher_weight must be [V, H] with H = {H_T} from teacher_hidden, got ({H_T}, {V}): "
+            "pass teacher_weight.T",
+        ),
+        (
+            {"teacher_hidden": [0.0]},
+            "teacher_hidden must be a torch.Tensor, got list",
+        ),
+        (
+            {"teacher_rows": [0, 1]},
+            f"teacher_rows must be int64 or int32 [V] with V = {V} from weight, got [0, 1]",
+        ),
+    ],
+    ids=str,
+)
+def test_a_wrong_teacher_is_called_by_its_names(changes: dict[str, Any], text: str) -> None:
+    given = problem(bias=False)
+    with pytest.raises(ValueError) as error:
+        linear_divergence(**{**given.operands, **given.options, **changes})
+    assert str(error.value) == text
 
 
 def test_keywords_of_other_losses() -> None:

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from flce_dist import linear_divergence
 from flce_dist.divergence import teacher_shard
@@ -200,6 +202,42 @@ def test_ranks_of_other_teachers(
 
     with pytest.raises(ValueError, match=f"ranks must call alike: {words}"):
         run_ranks(one, 2)
+
+
+@pytest.mark.parametrize("how", ["even", "ranges", "dtensor"])
+def test_a_student_of_fewer_ids(how: str) -> None:
+    """Each rank's ids have their rows in the teacher's shard there, which begins at its own id."""
+    given = problem(torch.float64, rows=10, teacher_rows=40, vocab_size=10)
+    starts = torch.arange(10) // 5 * 20
+    rows = starts + torch.tensor([3, 0, 19, 7, 8, 1, 2, 18, 5, 11])
+    assert given.teacher_bias is not None and given.bias is not None
+    truth = given.changed(teacher_rows=rows)
+    expected = run_reference(truth)
+
+    def one(group: dist.ProcessGroup) -> Any:
+        here = slice(*vocab_range(10, group.rank(), 2))
+        theirs = slice(*vocab_range(40, group.rank(), 2))
+        options = {**given.options, "teacher_rows": rows[here], "tp_group": group}
+        own: Any = given.weight[here].clone()
+        bias = given.bias[here]
+        if how == "ranges":
+            options["vocab_range"] = here.start, here.stop
+        if how == "dtensor":
+            mesh = DeviceMesh.from_group(group, "cpu")
+            own, bias = (DTensor.from_local(x, mesh, [Shard(0)]) for x in (own, bias))
+            del options["vocab_size"]
+        own.requires_grad_()
+        operands = given.hidden, own, given.teacher_hidden, given.teacher_weight[theirs]
+        biases = {"bias": bias, "teacher_bias": given.teacher_bias[theirs]}
+        loss = linear_divergence(*operands, **biases, **options)
+        loss.backward()
+        return loss.detach(), own.grad.to_local() if how == "dtensor" else own.grad
+
+    found = run_ranks(one, 2)
+    for loss, _ in found:
+        assert relative_rms(loss, expected["loss"]) <= 1e-11
+    dweight = torch.cat([of_rank for _, of_rank in found])
+    assert relative_rms(dweight, expected["dweight"]) <= 1e-11
 
 
 def test_a_rank_that_refuses_its_teacher(monkeypatch: pytest.MonkeyPatch) -> None:

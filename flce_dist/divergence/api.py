@@ -88,11 +88,12 @@ def linear_divergence(
         teacher_bias: [V'], as bias. A bias of -inf bans a column.
         teacher_temperature: as temperature, which it is by default.
         teacher_softcap, teacher_logit_scale: of the teacher's logits.
-        teacher_rows: [V] int64, for a student of fewer ids: the row, in the whole vocabulary of the
-            teacher, of each row of weight; on this rank's shard. The teacher's distribution is that
-            over these rows. They are copied in each call; ``teacher_shard`` copies them once.
-        teacher_vocab_range: half-open rows (start, end) of teacher_weight, by default vocab_range
-            if that is given, else rank r holds [r * V', (r + 1) * V').
+        teacher_rows: [V] int64 or int32, for a student of fewer ids: the row, in the whole
+            vocabulary of the teacher, of each row of weight; on this rank's shard. The teacher's
+            distribution is that over these rows. They are copied in each call; ``teacher_shard``
+            copies them once.
+        teacher_vocab_range: half-open rows (start, end) of teacher_weight. By default vocab_range
+            if that is given and teacher_rows is not, else rank r holds [r * V', (r + 1) * V').
         **options: reduction ("none", "sum", or "mean", the default), ignore_index, softcap,
             logit_scale, vocab_size (of both models), vocab_range, sequence_parallel, sequence_dim,
             reduce_dhidden, reduce_in_fp32, tp_invariant, accumulate_dweight, schedule,

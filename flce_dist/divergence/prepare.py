@@ -1,5 +1,6 @@
 """From arguments of student and teacher to a planned call.  P ranks, V rows of a shard."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from flce_dist import torch_private
 from flce_dist.arguments import values
-from flce_dist.arguments.check_tensors import FLOATS, LABELS, check_tensor
+from flce_dist.arguments.check_tensors import FLOATS, LABELS, check_shapes, check_tensor
 from flce_dist.arguments.dtensor import localized
 from flce_dist.arguments.options import LossOptions
 from flce_dist.arguments.passed import (
@@ -33,7 +34,8 @@ from flce_dist.parallel.counted import at_places
 from flce_dist.parallel.vocab import largest_shard
 
 _IGNORED = -100  # label of ignored tokens from here on; that of others is 0
-_OWN_NAMES = ("hidden", "weight", "bias", "temperature")  # those that a teacher has, too
+_NAMED_ALIKE = re.compile(r"\b(hidden|weight|bias|temperature|vocab_range|logit_scale|softcap)\b")
+"""Arguments that a teacher has, too, by the names of the student's."""
 
 
 class TeacherArguments(NamedTuple):
@@ -103,21 +105,13 @@ def _schedule(measure: Measure, teacher: Teacher, call: Call, operands: Operands
 
 
 def _counted(teachers: TeacherOperands, student: Operands) -> TeacherOperands:
-    """Return the operands for the tokens of the student's, and check their temperatures.
-
-    On a GPU, for which the host must not wait, the device asserts those of both models.
-    """
+    """Return the operands for the tokens of the student's, and check both models' temperatures."""
     counted = student.labels != _IGNORED
     inverse = teachers.inverse_temperature
     if inverse is not None:
         inverse = at_places(inverse, student.places).where(counted, 1.0)
-    for owner, x in (("", student.inverse_temperature), ("teacher_", inverse)):
-        if x is not None and x.is_cuda:
-            words = f"{owner}temperature must be above 0 for each token that counts"
-            torch_private.assert_soon((~x.isnan() | ~counted).all(), words)
-    if inverse is not None and not inverse.is_cuda:
-        with _named_as_the_teachers():
-            check_temperatures(inverse, counted)
+    check_temperatures(student.inverse_temperature, counted)
+    check_temperatures(inverse, counted, "teacher_temperature")
     return teachers._replace(inverse_temperature=inverse)
 
 
@@ -141,14 +135,12 @@ def _prepared(
     """Return what is known of the teacher, and its tensors, of all tokens of the caller."""
     options = student.options
     tp_group = student.tp_group
-    is_dtensor = isinstance(teacher.weight, DTensor)
-    vocab_range = None if is_dtensor else teacher.options["vocab_range"] or options.vocab_range
     impl: Any = call.impl
     own = LossOptions(
         reduction="sum",
         softcap=teacher.options["softcap"],
         logit_scale=teacher.options["logit_scale"],
-        vocab_range=vocab_range,
+        vocab_range=_vocab_range(teacher, options),
         sequence_parallel=options.sequence_parallel,
         sequence_dim=options.sequence_dim,
         max_counted=options.max_counted,
@@ -157,13 +149,16 @@ def _prepared(
     )
     hidden, weight, bias, temperature, rows, _ = teacher
     arguments = Arguments(hidden, weight, student.labels, bias, None, temperature, own, tp_group)
+    check_tensor("teacher_hidden", hidden, FLOATS, student.hidden)
     with _named_as_the_teachers():
-        check_tensor("hidden", hidden, FLOATS, student.hidden)
         arguments = localized(arguments)
-        check_tensor("weight", arguments.weight, FLOATS, student.hidden)
-        _check_shapes(arguments, student, call, rows)
-        if rows is not None:
-            arguments = _with_rows(arguments, rows, student)
+    check_tensor("teacher_weight", arguments.weight, FLOATS, student.hidden)
+    with _named_as_the_teachers():
+        check_shapes(arguments.hidden, arguments.weight)
+    _check_sizes(arguments, student, call, rows)
+    if rows is not None:
+        arguments = _with_rows(arguments, rows, student)
+    with _named_as_the_teachers():
         own = replace(arguments.options, vocab_size=call.vocab_size)
         of_tokens = tempered(arguments.temperature, student.labels)
         ordered, _ = settled(arguments._replace(temperature=of_tokens, options=own))
@@ -177,33 +172,49 @@ def _prepared(
     return described, teachers
 
 
+def _vocab_range(teacher: TeacherArguments, of_student: LossOptions) -> tuple[int, int] | None:
+    """Return the caller's range of teacher_weight; None if its placement or its rank says it."""
+    if isinstance(teacher.weight, DTensor):
+        return None
+    own: tuple[int, int] | None = teacher.options["vocab_range"]
+    if own is None and teacher.rows is None:  # with rows the student's ids are numbered anew
+        return of_student.vocab_range
+    return own
+
+
 @contextmanager
 def _named_as_the_teachers() -> Iterator[None]:
-    """Let complaints about the teacher's arguments begin with their names."""
+    """Let complaints about the teacher's arguments call them by their names."""
     try:
         yield
     except (ValueError, NotImplementedError) as error:
-        text = str(error)
-        if not text.startswith(_OWN_NAMES):
-            raise
-        raise type(error)(f"teacher_{text}") from None
+        raise type(error)(_NAMED_ALIKE.sub(r"teacher_\1", str(error))) from None
 
 
-def _check_shapes(
-    arguments: Arguments, student: Arguments, call: Call, rows: Tensor | None
-) -> None:
+def _check_sizes(arguments: Arguments, student: Arguments, call: Call, rows: Tensor | None) -> None:
     tokens = student.hidden.shape[:-1]
     if arguments.hidden.shape[:-1] != tokens:
         raise ValueError(
-            f"hidden must be {(*tokens, 'H')} of the tokens of hidden, "
+            f"teacher_hidden must be {(*tokens, 'H')} of the tokens of hidden, "
             f"got {tuple(arguments.hidden.shape)}"
         )
-    is_sized = call.options.vocab_size is not None or arguments.options.vocab_range is not None
+    is_ranged = arguments.options.vocab_range is not None
+    vocab_size = call.options.vocab_size
     V = len(student.weight)
-    if rows is None and not is_sized and len(arguments.weight) != V:
+    V_of_teacher = len(arguments.weight)
+    got = tuple(arguments.weight.shape)
+    if rows is not None or is_ranged:
+        return
+    if vocab_size is None and V_of_teacher != V:
         raise ValueError(
-            f"weight must have the {V} rows of weight, or vocab_size name how many ids both have "
-            f"and teacher_rows which rows, got {tuple(arguments.weight.shape)}"
+            f"teacher_weight must have the {V} rows of weight, or vocab_size name how many ids "
+            f"both have and teacher_rows which rows, got {got}"
+        )
+    P = collectives.group_size(student.tp_group)
+    if vocab_size is not None and V_of_teacher * P < vocab_size:
+        raise ValueError(
+            f"teacher_weight must have the {vocab_size} rows of vocab_size, on {P} ranks "
+            f"{-(-vocab_size // P)} each, got {got}"
         )
 
 
@@ -213,8 +224,12 @@ def _with_rows(arguments: Arguments, rows: Tensor, student: Arguments) -> Argume
     bias = arguments.bias
     V = len(student.weight)
     if not isinstance(rows, Tensor) or rows.dtype not in LABELS or rows.shape != (V,):
-        got = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows)
-        raise ValueError(f"teacher_rows must be int64 [V] with V = {V} from weight, got {got}")
+        got = (
+            f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else values.shown(rows)
+        )
+        raise ValueError(
+            f"teacher_rows must be int64 or int32 [V] with V = {V} from weight, got {got}"
+        )
     start = collectives.group_rank(student.tp_group) * len(weight)
     if arguments.options.vocab_range is not None:
         start, _ = arguments.options.vocab_range
