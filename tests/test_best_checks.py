@@ -47,6 +47,26 @@ def test_gradients_are_refused_by_name() -> None:
     assert not any(x.requires_grad for x in found if x is not None)
 
 
+@pytest.mark.parametrize("bad", [0.0, -1.0, torch.nan])
+def test_temperatures_of_tokens(bad: float) -> None:
+    """Of both functions, with labels and without; of an ignored token any will do."""
+    asked = problem(labelled=False)
+    temperature = torch.ones(T)
+    temperature[4] = bad
+    operands = asked.hidden, asked.weight
+    words = "temperature must be above 0 for each token that counts, got .* at token 4"
+    labels = torch.zeros(T, dtype=torch.long)
+    for options in ({"k": 2}, {"k": 2, "labels": labels}, {"labels": labels}):
+        with pytest.raises(ValueError, match=words):
+            linear_top_k(*operands, **options, temperature=temperature)
+    with pytest.raises(ValueError, match=words):
+        linear_sample(*operands, 1, temperature=temperature)
+    labels[4] = -100
+    best = linear_top_k(*operands, 2, labels=labels, temperature=temperature)
+    assert best.ids is not None
+    assert (best.ids >= 0).all(1).tolist() == [t != 4 for t in range(T)]
+
+
 def test_csr_needs_ids() -> None:
     with pytest.raises(ValueError, match="csr needs ids"):
         best(problem(k=None)).csr()

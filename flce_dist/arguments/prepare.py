@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flce_dist import torch_private
 from flce_dist.arguments.decide import new_call
 from flce_dist.arguments.decided_once import calls, facts_of
 from flce_dist.arguments.options import LossOptions
@@ -130,15 +131,20 @@ def check_labels(
             f"labels must be within [0, {vocab_size}) or ignore_index {ignore_index}, "
             f"got {label} at token {where}" + (hint if is_beyond_all_rows else "")
         )
-    if inverse is not None:
-        check_temperatures(inverse, counted)
+    check_temperatures(inverse, counted)
 
 
-def check_temperatures(inverse: Tensor, counted: Tensor) -> None:
-    """Check that no token that counts, [T] bool, has NaN for one over its temperature."""
-    bad = (inverse.isnan() & counted).to(torch.uint8)
-    if bad.any():
-        raise ValueError(
-            "temperature must be above 0 for each token that counts, got 0, a negative number or "
-            f"NaN at token {int(bad.argmax())}"
-        )
+def check_temperatures(inverse: Tensor | None, counted: Tensor, name: str = "temperature") -> None:
+    """Check that no token that counts, [T] bool, has NaN for one over its temperature.
+
+    On a GPU, for which the host must not wait, the device asserts it.
+    """
+    if inverse is None:
+        return
+    words = f"{name} must be above 0 for each token that counts"
+    bad = inverse.isnan() & counted
+    if bad.is_cuda:
+        torch_private.assert_soon(~bad.any(), words)
+    elif bad.any():
+        where = int(bad.to(torch.uint8).argmax())
+        raise ValueError(f"{words}, got 0, a negative number or NaN at token {where}")

@@ -61,7 +61,7 @@ class BestIds(NamedTuple):
         """
         if self.ids is None:
             raise ValueError("csr needs ids: pass k to linear_top_k")
-        ids = self.ids.flatten(0, -2)
+        ids = self.ids.reshape(-1, self.ids.shape[-1])
         is_id = ids >= 0
         return ids[is_id], torch.nn.functional.pad(is_id.sum(1).cumsum(0), (1, 0))
 
@@ -100,8 +100,8 @@ def linear_top_k(
             Tokens with ``ignore_index`` get no ids. Default: no labels, and no token is ignored.
         top_p: end a token's ids with the one at which their probabilities, over the whole
             vocabulary, add up to this: its nucleus, if that has at most k ids. The others are -1.
-        temperature: a number above 0, or float [...], the same on every rank; it divides the logits
-            after softcap. A value that is not above 0 makes the results of its token NaN.
+        temperature: a number above 0, or float [...] above 0 for each token that counts, the same
+            on every rank; it divides the logits after softcap.
         bias, tp_group: as for ``linear_cross_entropy``.
         **options: ignore_index, softcap, logit_scale, vocab_size, vocab_range, sequence_parallel,
             sequence_dim, tp_invariant, max_counted and impl, as in ``linear_cross_entropy``.
@@ -156,10 +156,15 @@ def linear_sample(
 
     The id is the argmax of ``z + g``, with z as in ``linear_top_k`` and Gumbel noise g that depends
     on seed, the token's counter and the global id alone. So a draw is the same for any number of
-    ranks, and whatever other tokens are in the call.
+    ranks, and whatever other tokens are in the call::
+
+        for step in range(n):
+            ids, logprob = linear_sample(hidden_of(tokens), weight, seed=first_seed + step)
+            tokens = torch.cat([tokens, ids[:, None]], dim=1)
 
     Args:
-        seed: an int within [0, 2**63), the same on every rank.
+        seed: an int within [0, 2**63), the same on every rank; another one for each step of a
+            loop, or other counters, since the same draw the same noise again.
         counters: int64 or int32 [...], the same on every rank: which draw each token gets. Tokens
             of one counter get the same noise. Default: the token's number in the call.
         hidden, weight, temperature, bias, tp_group: as for ``linear_top_k``.
@@ -237,5 +242,5 @@ def _run(name: str, arguments: Arguments, schedule: TopK | Sample) -> tuple[Any,
     check_alike(name, call, operands)
     first, behind, _ = run_forward(call, forward_alone.operands(call, operands))
     shape = ordered.labels.shape
-    results = [None if x is None else x.view(*shape, *x.shape[1:]) for x in (first, *behind)]
+    results = [None if x is None else x.view((*shape, *x.shape[1:])) for x in (first, *behind)]
     return in_callers_order(results, ordered, arguments)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_dist.arguments.prepare import counted_operands
+from flce_dist.arguments.prepare import check_temperatures, counted_operands
 from flce_dist.core.call import Call, Operands, Outputs, Saved
 from flce_dist.core.sections import (
     Section,
@@ -36,8 +36,8 @@ class TopK:
 
     Collectives: for each section under sequence parallelism a gather of hidden, in flight while the
     one before is computed, and with labels a SUM of their logits. Then, of all tokens, MAX of the
-    largest logits [T]; SUM of 2 rows [T] fp64 (eager: 1, in stats_dtype); with labels a SUM of
-    ranks [T] int64; with k a gather of keys [T, k] int64 (eager: 2 k).
+    largest logits [T]; SUM of 2 rows [T] fp64 (eager: 1, in stats_dtype); with k a gather of keys
+    [T, k] int64 (eager: 2 k); with labels a SUM of ranks [T] int64.
     """
 
     k: int  # 0: no ids
@@ -53,7 +53,10 @@ class TopK:
         """Return the operands with labels that are checked; 0 of each token without labels."""
         if not self.with_labels:
             operands = operands._replace(labels=torch.zeros_like(operands.labels))
-        return counted_operands(call, operands)
+        operands = counted_operands(call, operands)
+        counted = operands.labels != call.options.ignore_index
+        check_temperatures(operands.inverse_temperature, counted)
+        return operands
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
         kernels = kernels_of(call.impl)
@@ -103,6 +106,8 @@ class Sample:
         return replace(self, section_t=_section_tokens(call, 1, counts=False))
 
     def operands(self, call: Call, operands: Operands) -> Operands:
+        every_token = torch.ones_like(operands.labels, dtype=torch.bool)
+        check_temperatures(operands.inverse_temperature, every_token)
         return operands
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
