@@ -11,7 +11,13 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
 from flce_dist.arguments import values
-from flce_dist.arguments.check_options import check_rows
+from flce_dist.arguments.check_options import (
+    check_compiled,
+    check_impl,
+    check_invariant,
+    check_rows,
+    known_shards,
+)
 from flce_dist.arguments.check_tensors import check_group, check_tensors, check_tokens
 from flce_dist.arguments.decide import planned
 from flce_dist.arguments.decided_once import checked_options
@@ -118,6 +124,7 @@ def plan(
     }
     check_tensors(**tensors)
     check_tokens(tensors["hidden"], tensors["labels"], checked, P)
+    _check_kernels(hidden, tensors["hidden"].dtype, len(tensors["weight"]), checked, P)
     needs = _needs(hidden, weight, bias)
     trained = None
     copies = 0
@@ -127,6 +134,8 @@ def plan(
         trained = rank if b_needs and not needs.weight else None
         needs = Needs(needs.hidden or x_needs, needs.weight or b_needs, needs.bias)
         copies = sum(tensors[name].nbytes for name in ("hidden", "weight"))
+    if values.flag("compiled", compiled):
+        check_compiled(checked, needs)
     if tp_size is None or checked.vocab_range is None:  # else no rank is known
         V = len(tensors["weight"])
         check_rows(V, checked, P=P, rank=collectives.group_rank(tp_group))
@@ -169,6 +178,17 @@ def _planned(
     options = arguments.options
     plain = arguments._replace(options=replace(options, schedule="recompute"))
     return repr(options.schedule), sizes_of(plain)
+
+
+def _check_kernels(hidden: Any, dtype: torch.dtype, V: int, options: LossOptions, P: int) -> None:
+    """Check that the call's kernels can do it; those of a shape are Triton's unless it says."""
+    device = hidden.device if isinstance(hidden, Tensor) and not hidden.is_meta else None
+    is_on_gpu = device is None or device.type == "cuda"
+    impl = options.impl or ("triton" if is_on_gpu else "eager")
+    if device is not None or options.impl is not None:
+        check_impl(impl, dtype, device)
+    if options.tp_invariant:
+        check_invariant(impl, known_shards(V, options, P=P))
 
 
 def _with_low_rank(

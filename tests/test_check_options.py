@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -126,13 +125,12 @@ def test_triton_on_other_gpus(capability: Any, hip: Any, message: str, monkeypat
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
     monkeypatch.setattr(torch.version, "hip", hip)
     device = torch.device("cuda", 1)
-    hidden: Any = SimpleNamespace(dtype=torch.bfloat16, is_cuda=True, device=device)
-    check_impl("eager", hidden)
+    check_impl("eager", torch.bfloat16, device)
     if message:
         with pytest.raises(NotImplementedError, match=f"{re.escape(message)}$"):
-            check_impl("triton", hidden)
+            check_impl("triton", torch.bfloat16, device)
     else:
-        check_impl("triton", hidden)
+        check_impl("triton", torch.bfloat16, device)
 
 
 WRONG_ON_A_GPU = """

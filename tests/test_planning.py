@@ -228,6 +228,8 @@ def test_arguments_are_checked_as_those_of_a_call() -> None:
         ((hidden, weight.T, labels), {"low_rank": (hidden[:, :R], weight[:, :R])}),
         ((hidden, weight, labels), {"schedule": "cached", "softcap": 5.0, "label_smoothing": 0.1}),
         ((hidden, weight, labels), {"reduction": "none", "schedule": "in_forward"}),
+        ((hidden.double(), weight.double(), labels), {"impl": "triton"}),
+        ((hidden, weight, labels), {"impl": "eager", "tp_invariant": True}),
     ]
     for operands, options in both:
         said = []
@@ -236,6 +238,16 @@ def test_arguments_are_checked_as_those_of_a_call() -> None:
                 function(*operands, **options)
             said.append(str(error.value))
         assert said[0] == said[1]
+    for of_call in ({"accumulate_dweight": True}, {"schedule": "in_forward", "with_metrics": True}):
+        with pytest.raises(NotImplementedError, match=r"exclude the call by torch.compiler.disab"):
+            plan(hidden, weight, labels, compiled=True, **of_call)
+    shapes = hidden.shape, weight.shape, labels.shape
+    assert plan(*shapes, tp_invariant=True) == plan(*shapes, tp_invariant=True, impl="triton")
+    with pytest.raises(
+        NotImplementedError, match=r"impl='triton' computes .* hidden is torch.float64"
+    ):
+        plan(*shapes, dtype=torch.float64, impl="triton")
+    assert plan(*shapes, dtype=torch.float64).tokens == T
     both_groups = complaint(plan, hidden, weight, labels, tp_size=2, tp_group="tp")
     assert both_groups == "tp_size must be None with a tp_group, got 2"
     no_int = "a size of hidden must be an int within [0, 2**63), got 1.5"

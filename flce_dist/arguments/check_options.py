@@ -3,10 +3,9 @@
 Errors name the argument, what is expected and what was given. Single values are ``values``' part.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
 
 from flce_dist.arguments import values
 from flce_dist.arguments.options import LossOptions
@@ -69,6 +68,13 @@ def check_rows(V: int, options: LossOptions, *, P: int, rank: int) -> None:
         )
 
 
+def known_shards(V: int, options: LossOptions, *, P: int) -> list[tuple[int, int]]:
+    """Return the vocabulary rows (start, end) of the shards that a rank knows, of V rows here."""
+    if options.vocab_range is not None:
+        return [options.vocab_range]
+    return [(rank * V, (rank + 1) * V) for rank in range(P)]
+
+
 def check_invariant(impl: str, shards: Iterable[tuple[int, int]]) -> None:
     """Check what tp_invariant=True requires of the kernels and of all shards that a rank knows."""
     if impl != "triton":
@@ -83,21 +89,43 @@ def check_invariant(impl: str, shards: Iterable[tuple[int, int]]) -> None:
             )
 
 
-def check_impl(impl: str, hidden: Tensor) -> None:
+def check_compiled(options: LossOptions, needs: Sequence[bool]) -> None:
+    """Check that torch.compile's operators can do this; ``needs`` is of hidden, weight and bias."""
+    if options.accumulate_dweight and needs[1]:
+        raise NotImplementedError(
+            "accumulate_dweight=True is not supported under torch.compile, whose operators must "
+            "not change their inputs; exclude the call by torch.compiler.disable"
+        )
+    of_loss_only = options.schedule not in ("auto", "recompute", "cached")
+    if options.with_metrics and of_loss_only and any(needs):
+        schedule = options.schedule
+        shown = repr(schedule) if isinstance(schedule, str) else schedule.name
+        # Compiled code passes zeros for upstream gradients that do not exist.
+        raise NotImplementedError(
+            "under torch.compile linear_cross_entropy_with_metrics takes "
+            f"schedule={shown} only without gradients; use schedule='recompute', or exclude the "
+            "call by torch.compiler.disable"
+        )
+
+
+def check_impl(impl: str, dtype: torch.dtype, device: torch.device | None) -> None:
+    """Check that the implementation has this dtype, and runs on this device if that is known."""
     if impl != "triton":
         return
-    if hidden.dtype == torch.float64:
+    if dtype == torch.float64:
         raise NotImplementedError(
             "impl='triton' computes in float32, bfloat16 and float16; hidden is torch.float64: "
             "use impl='eager'"
         )
+    if device is None:
+        return
     import triton
 
     if triton.knobs.runtime.interpret:
         return
-    if not hidden.is_cuda:
+    if device.type != "cuda":
         raise NotImplementedError(
-            f"impl='triton' needs a CUDA device, hidden is on {hidden.device}: use impl='eager' "
+            f"impl='triton' needs a CUDA device, hidden is on {device}: use impl='eager' "
             "(or set TRITON_INTERPRET=1 before Python starts, for tests of the kernels)"
         )
     if torch.version.hip:
@@ -105,9 +133,9 @@ def check_impl(impl: str, hidden: Tensor) -> None:
             "impl='triton' has kernels for NVIDIA GPUs only, this PyTorch is built for ROCm "
             f"{torch.version.hip}: use impl='eager'"
         )
-    major, minor = torch.cuda.get_device_capability(hidden.device)
+    major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         raise NotImplementedError(
-            f"impl='triton' needs compute capability 8.0 or newer, {hidden.device} has "
+            f"impl='triton' needs compute capability 8.0 or newer, {device} has "
             f"{major}.{minor}: use impl='eager'"
         )

@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 
-from flce_dist.arguments.check_options import check_impl, check_invariant, check_rows
+from flce_dist.arguments.check_options import (
+    check_impl,
+    check_invariant,
+    check_rows,
+    known_shards,
+)
 from flce_dist.arguments.passed import Arguments, check_passed
 from flce_dist.core.call import Call, Needs, Schedule
 from flce_dist.kernels.interface import kernels_of
@@ -34,7 +39,7 @@ def new_call(
     T = T_all if options.max_counted is None else torch.sym_min(T_all, options.max_counted)
     check_rows(V, options, P=P, rank=rank)
     impl = options.impl or ("triton" if hidden.is_cuda else "eager")
-    check_impl(impl, hidden)
+    check_impl(impl, hidden.dtype, hidden.device)
 
     converts = scores is not None
     schedule = planned(arguments, T, needs, P, auto_in_forward, converts=converts, width=width)
@@ -43,8 +48,7 @@ def new_call(
     vocab_size = V * P if options.vocab_size is None else options.vocab_size
     start, end = options.vocab_range or (rank * V, (rank + 1) * V)
     if options.tp_invariant:
-        alike = [(r * V, (r + 1) * V) for r in range(P)]
-        check_invariant(impl, [(start, end)] if options.vocab_range else alike)
+        check_invariant(impl, known_shards(V, options, P=P))
     return Call(
         options=options,
         dtype=hidden.dtype,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flce_dist import torch_private
+from flce_dist.arguments.check_options import check_compiled
 from flce_dist.arguments.options import (
     Impl,
     LossOptions,
@@ -64,21 +65,7 @@ def apply(
     """Call the operator from compiled code; return the loss and, if asked for, metrics."""
     options = arguments.options
     tp_group = arguments.tp_group
-    if options.accumulate_dweight and needs[1]:
-        raise NotImplementedError(
-            "accumulate_dweight=True is not supported under torch.compile, whose operators must "
-            "not change their inputs; exclude the call by torch.compiler.disable"
-        )
-    of_loss_only = options.schedule not in ("auto", "recompute", "cached")
-    if options.with_metrics and of_loss_only and any(needs):
-        schedule = options.schedule
-        shown = repr(schedule) if isinstance(schedule, str) else schedule.name
-        # Compiled code passes zeros for upstream gradients that do not exist.
-        raise NotImplementedError(
-            "under torch.compile linear_cross_entropy_with_metrics takes "
-            f"schedule={shown} only without gradients; use schedule='recompute', or exclude the "
-            "call by torch.compiler.disable"
-        )
+    check_compiled(options, needs)
     outputs = _operator("forward", tp_group)(
         *arguments[: _TENSORS - 1],
         last_columns,
