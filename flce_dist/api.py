@@ -244,7 +244,7 @@ def apply(
     with refusals_told(function, arguments.tp_group, arguments.hidden):
         if arguments.may_have_dtensors:
             arguments = localized(arguments)
-        refuse_transforms("linear_cross_entropy")
+        refuse_transforms(function)
         last_columns = None
         low_rank_columns = 0
         if low_rank is not None:

@@ -51,14 +51,14 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         # ``once_differentiable`` is not enough: with it a gradient penalty runs without effect.
         if torch.is_grad_enabled():  # what the engine sets for create_graph=True
             raise NotImplementedError(
-                "linear_cross_entropy has no second derivative: create_graph=True is not "
+                "flce_dist has no second derivative: create_graph=True is not "
                 "supported; differentiate flce_dist.reference instead"
             )
         if torch_private.transforms() or any(
             g is not None and torch_private.is_batched(g) for g in upstream
         ):
             raise NotImplementedError(
-                "linear_cross_entropy has no batched backward (is_grads_batched=True, "
+                "flce_dist has no batched backward (is_grads_batched=True, "
                 "jacobian(..., vectorize=True)): call backward once for each upstream gradient"
             )
         call = ctx.call
