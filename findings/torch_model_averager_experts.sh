@@ -63,6 +63,8 @@ for chosen_by_rank, expected in (
         print(f"    ranks' tokens chose {chosen_by_rank}")
         print(f"    after the average: rank 0 {of_ranks[0]}, rank 1 {of_ranks[1]}")
     is_as_described &= of_ranks == expected
+dist.barrier()
+dist.destroy_process_group(subgroup)
 dist.destroy_process_group()
 sys.exit(0 if is_as_described else "average_parameters no longer averages an expert with another")
 PROGRAM
