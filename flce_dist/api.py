@@ -167,6 +167,14 @@ def linear_cross_entropy(
     Raises:
         ValueError: an argument is wrong. NotImplementedError: a combination is not supported.
 
+    Example::
+
+        hidden = torch.randn(16, 64, requires_grad=True)
+        weight = torch.randn(1000, 64, requires_grad=True)
+        labels = torch.randint(1000, (16,))
+        loss = linear_cross_entropy(hidden, weight, labels)
+        loss.backward()  # hidden.grad [16, 64] and weight.grad [1000, 64]
+
     Source: online softmax arXiv:1805.02867, vocabulary parallelism arXiv:1909.08053, sequence
     parallelism arXiv:2205.05198; exponentials relative to the label's logit are ours.
     """
@@ -221,6 +229,12 @@ def linear_cross_entropy_with_metrics(
     raises. Where hidden alone needs a gradient, ``linear_logprob`` of one id gives lse and logprob
     by two GEMMs, without the entropy. With
     ``flce_dist.filtered.schedule`` the result is ``flce_dist.filtered.FilteredLossWithMetrics``.
+
+    Example::
+
+        out = linear_cross_entropy_with_metrics(hidden, weight, labels)
+        out.loss.backward()
+        accuracy = out.correct.float().mean()
     """
     function = "linear_cross_entropy_with_metrics"
     with refusals_told(function, tp_group, hidden):

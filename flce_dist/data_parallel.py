@@ -64,6 +64,17 @@ def data_parallel_linear_cross_entropy(
             on all ranks; otherwise gradients are NaN.
         **options: of ``linear_cross_entropy``, but tp_group and what is about it. ``max_counted``
             bounds the tokens of all ranks.
+
+    Example::
+
+        rank, P = data_group.rank(), data_group.size()
+        start, end = vocab_range(len(weight), rank, P)
+        mine = weight[start:end].detach().requires_grad_()
+        tokens = slice(rank * 4, rank * 4 + 4)  # this rank's own
+        loss = data_parallel_linear_cross_entropy(
+            hidden[tokens], mine, labels[tokens], data_group=data_group
+        )
+        loss.backward()
     """
     with refusals_told(FUNCTION, data_group, hidden):
         checked = checked_options(

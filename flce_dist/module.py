@@ -70,6 +70,12 @@ class LinearCrossEntropy(VocabShard):
     meta device (then call ``to_empty`` and ``reset_parameters``). It gathers them for ``forward``;
     call ``register_fsdp_forward_method`` for ``forward_with_metrics`` and ``logits``. Deep-copy the
     layer before it is sharded: FSDP2 refuses to copy what it has sharded.
+
+    Example::
+
+        layer = LinearCrossEntropy(64, 1000, tp_group=tp_group, sequence_parallel=False)
+        loss = layer(hidden, labels)
+        loss.backward()  # layer.weight.grad has this rank's rows
     """
 
     def __init__(

@@ -88,7 +88,7 @@ def plan(
 ) -> CallPlan:
     """Return how ``linear_cross_entropy`` computes a call with these arguments; computes nothing.
 
-    ::
+    Example::
 
         print(plan((8192, 4096), (128256, 4096), (8192,)))
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +10,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
+from flce_dist import hf
 from tests.doc_scripts import printed, scripts_of
+from tests.docstring_examples import run_example
+from tests.hf_models import batch, theirs
 from tests.hf_sweep_page import PAGE, RESULTS, with_lines
 
 SCRIPTS = scripts_of(PAGE)
@@ -41,3 +45,17 @@ def test_the_list_of_classes_is_that_of_its_file():
     assert PAGE.read_text() == with_lines(PAGE.read_text(), found)
     assert not [name for name, x in found["classes"].items() if x["result"] == "WRONG"]
     assert sum(x["result"] == "fused" for x in found["classes"].values()) > 150
+
+
+def test_examples_of_docstrings():
+    llama = theirs()
+    names = {
+        "AutoModelForCausalLM": SimpleNamespace(from_pretrained=lambda name: llama),
+        "name": "any",
+        "use_linear_cross_entropy": hf.use_linear_cross_entropy,
+        "check_loss": hf.check_loss,
+        "ids": batch()["input_ids"],
+    }
+    made = run_example(hf.use_linear_cross_entropy, **names)
+    assert made["loss"].isfinite()
+    assert run_example(hf.check_loss, **names, model=made["model"])["difference"] < 1e-5

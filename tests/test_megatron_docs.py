@@ -10,11 +10,14 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from flce_dist import megatron
 from flce_dist.megatron import use_linear_cross_entropy
 from tests.contract.models import Setting, batch, gpt
+from tests.docstring_examples import run_example
 from tests.on_ranks import on_ranks
 from tests.processes import ROOT
 
+PUBLIC = [getattr(megatron, name) for name in megatron.__all__]
 PAGE = (ROOT / "docs" / "megatron.md").read_text()
 SCRIPT, *BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
 
@@ -114,3 +117,25 @@ def test_a_divergence_as_the_page_on_distillation_computes_it(group: Any) -> Non
         names["teacher"].output_layer.weight.mul_(0.5)
     exec(compile(source, "docs/distillation.md, megatron", "exec"), names)
     assert torch.equal(names["losses"] > 0, names["labels"] != -100)
+
+
+@on_ranks(1)
+def test_examples_of_docstrings(group: Any) -> None:
+    names = given()
+    of_call = {
+        **{function.__name__: function for function in PUBLIC},
+        "torch": torch,
+        "model": names["model"],
+        "teacher": given()["model"],
+        "ids": names["tokens"],
+        "chosen": names["tokens"],
+        "positions": names["positions"],
+        "labels": names["labels"],
+        "GPTModel": lambda *arguments: gpt(Setting(1, False)),
+        **dict.fromkeys(("config", "layer_spec", "vocab_size", "max_length")),
+    }
+    shape = names["tokens"].shape
+    assert run_example(use_linear_cross_entropy, **of_call)["loss"].shape == shape
+    assert run_example(megatron.scores, **of_call)["logprob"].shape == shape
+    assert run_example(megatron.best_ids, **of_call)["correct"].shape == shape
+    assert run_example(megatron.divergence, **of_call)["loss"].isfinite()

@@ -114,6 +114,13 @@ def linear_top_k(
     Raises:
         ValueError: an argument is wrong. NotImplementedError: a combination is not supported, or
         an operand requires a gradient, which results do not have.
+
+    Example::
+
+        with torch.no_grad():
+            best = linear_top_k(hidden, weight, 8, labels=labels)
+        correct = best.label_rank == 0  # the label is the most likely id
+        mass = best.logprob.exp().sum(-1)  # of the 8 best ids
     """
     with refusals_told("linear_top_k", tp_group, hidden):
         words = f"within [1, {MOST_K}]"
@@ -156,11 +163,7 @@ def linear_sample(
 
     The id is the argmax of ``z + g``, with z as in ``linear_top_k`` and Gumbel noise g that depends
     on seed, the token's counter and the global id alone. So a draw is the same for any number of
-    ranks, and whatever other tokens are in the call::
-
-        for step in range(n):
-            ids, logprob = linear_sample(hidden_of(tokens), weight, seed=first_seed + step)
-            tokens = torch.cat([tokens, ids[:, None]], dim=1)
+    ranks, and whatever other tokens are in the call.
 
     Args:
         seed: an int within [0, 2**63), the same on every rank; another one for each step of a
@@ -176,6 +179,12 @@ def linear_sample(
 
     Raises:
         As ``linear_top_k``.
+
+    Example::
+
+        with torch.no_grad():
+            for step in range(3):
+                ids, logprob = linear_sample(hidden, weight, seed=step, temperature=0.8)
     """
     with refusals_told("linear_sample", tp_group, hidden):
         seed = values.integer("seed", seed, "within [0, 2**63)", least=0)

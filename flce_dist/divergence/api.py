@@ -112,6 +112,13 @@ def linear_divergence(
     Raises:
         ValueError: an argument is wrong. NotImplementedError: a combination is not supported.
 
+    Example::
+
+        loss = linear_divergence(
+            hidden, weight, teacher_hidden, teacher_weight, kind="forward_kl", temperature=2.0
+        )
+        loss.backward()  # into the student alone
+
     Source: the generalised Jensen-Shannon divergence of distillation is that of arXiv:2306.13649.
     """
     return _diverged(
@@ -149,6 +156,11 @@ def linear_divergence_with_metrics(
     """``linear_divergence``, whose keywords it takes, that also returns metrics of each token.
 
     They take one more pass over the logits, of memory, not a GEMM.
+
+    Example::
+
+        out = linear_divergence_with_metrics(hidden, weight, teacher_hidden, teacher_weight)
+        agreement = out.same_best.float().mean()
     """
     results = _diverged(
         linear_divergence_with_metrics, hidden, weight, teacher_hidden, teacher_weight, **keywords

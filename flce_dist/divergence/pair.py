@@ -71,7 +71,7 @@ class Pair:
     The model whose probabilities weigh differences comes first. Under sequence parallelism a gather
     of its hidden states, which begins at once, then one of the other's, in flight during the first
     GEMM. For each chunk a gather of 5 rows [C] from each rank; with jsd, tv or metrics another, of
-    2 to 9 rows [C] fp64; with tp_invariant both, and one of 2 rows between them.
+    1 to 9 rows [C] fp64; with tp_invariant both, and one of 2 rows between them.
     """
 
     def __init__(

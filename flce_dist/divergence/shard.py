@@ -33,6 +33,11 @@ def teacher_shard(
 
     Raises:
         ValueError: a row that no rank has, on the rank that asks for it.
+
+    Example::
+
+        rows = vocab_range(vocab_size, tp_group.rank(), tp_group.size())  # of the student here
+        mine = teacher_shard(teacher_weight, rows, tp_group=tp_group)
     """
     check_tensor("teacher_weight", teacher_weight, FLOATS)
     check_group(tp_group, False)

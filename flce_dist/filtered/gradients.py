@@ -60,6 +60,10 @@ def schedule(eps: float) -> "Filter":
     [0, 1), and when not to. 0.0 keeps every tile, which is schedule "recompute" in every bit.
     With ``max_counted`` or ``skip_ignored`` tiles are of tokens that count, one after the other, so
     other tiles are kept than without. Excludes softcap, tp_invariant and gradients of metrics.
+
+    Example::
+
+        loss = linear_cross_entropy(hidden, weight, labels, schedule=filtered.schedule(2**-12))
     """
     is_number = isinstance(eps, Real) and not isinstance(eps, bool)
     if not is_number or not 0.0 <= eps < 1.0:

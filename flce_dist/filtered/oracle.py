@@ -63,6 +63,10 @@ def filtered_gradients(
 
     Raises:
         ValueError: a probability is so near to ``eps`` that rounding may decide.
+
+    Example::
+
+        gradients = filtered.filtered_gradients(hidden, weight, labels, eps=2**-12)
     """
     V = len(weight) if vocab_size is None else vocab_size
     counted = (labels != ignore_index)[:, None]

@@ -34,6 +34,11 @@ def frequency_order(counts: Tensor, *, padded_vocab_size: int | None = None) -> 
         counts: [V_all], real: how often each token occurs, 0 or more; only their order matters.
         padded_vocab_size: rows of the whole weight if they are more than V_all; they determine
             which tiles lie on one rank. The order itself is of V_all rows: padding stays last.
+
+    Example::
+
+        order = filtered.frequency_order(torch.bincount(ids_of_text, minlength=1000))
+        labels = order.row_of_token[ids]  # train on these, and save order.token_of_row
     """
     if not isinstance(counts, Tensor) or counts.dim() != 1 or not counts.numel():
         got = tuple(counts.shape) if isinstance(counts, Tensor) else type(counts).__name__

@@ -98,6 +98,11 @@ def use_linear_cross_entropy(
 
     Raises ValueError if an option is wrong, NotImplementedError if the model is wrapped, its output
     layer none of those that ``flce_dist.hf.layers`` knows, or its loss or forward of its own.
+
+    Example::
+
+        model = use_linear_cross_entropy(AutoModelForCausalLM.from_pretrained(name))
+        loss = model(input_ids=ids, labels=ids).loss  # without logits
     """
     checked_options(**keywords_of(use_linear_cross_entropy, options, **_FIXED))
     if logits not in (None, True, False):

@@ -28,6 +28,10 @@ def check_loss(model: nn.Module, **batch: Any) -> LossPair:
         **batch: what the model takes, labels too.
 
     Raises ValueError if the model has no plug-in, or the batch no labels.
+
+    Example::
+
+        fused, own, difference = check_loss(model, input_ids=ids, labels=ids)
     """
     of_modules = [vars(x).get("linear_cross_entropy") for x in model.modules()]
     plugged: list[Settings] = [settings for settings in of_modules if settings is not None]

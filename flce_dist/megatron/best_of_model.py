@@ -35,6 +35,12 @@ def best_ids(
     Returns:
         ``BestIds`` with ids and logprob [b, s, k], and the others [b, s]; the same on all
         tensor-parallel ranks. On a pipeline stage without output layer what the model returns.
+
+    Example::
+
+        with torch.no_grad():
+            best = best_ids(model, ids, positions, None, k=4, labels=labels)
+        correct = best.label_rank == 0  # [b, s]
     """
     compute = functools.partial(
         _best_of,

@@ -67,6 +67,11 @@ def use_linear_cross_entropy(
         NotImplementedError: with defer_embedding_wgrad_compute, weights sharded by GTP, an output
             layer of another class (such as MXFP8's), a compute_language_model_loss of the model's
             own, schedule="in_forward" without reduction="sum", or that with multi-token prediction.
+
+    Example::
+
+        model = use_linear_cross_entropy(GPTModel(config, layer_spec, vocab_size, max_length))
+        loss = model(ids, positions, None, labels=labels)  # [b, s], without logits
     """
     keywords = {"reduction": "none", **options}
     unchecked = LossOptions(**keywords_of(use_linear_cross_entropy, keywords, **_FIXED))

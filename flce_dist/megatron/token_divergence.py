@@ -58,6 +58,11 @@ def divergence(
 
     Returns:
         The divergence [b, s] with reduction "none", else a scalar; metrics are [b, s].
+
+    Example::
+
+        loss = divergence(model, teacher, ids, positions, None, labels=labels, reduction="mean")
+        loss.backward()
     """
     for side in (model, teacher):
         if not getattr(owner_of(side), "post_process", True):

@@ -37,6 +37,11 @@ def scores(
     Returns:
         ``TokenScores`` with logprob [b, s, K], or [N], and the others [b, s]. On a pipeline stage
         without output layer what the model returns.
+
+    Example::
+
+        out = scores(model, chosen[..., None], ids, positions, None)
+        logprob = out.logprob[..., 0]  # [b, s]
     """
     compute = functools.partial(
         _scores_of,

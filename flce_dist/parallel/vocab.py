@@ -6,6 +6,10 @@ def vocab_range(vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
 
     Every rank gets ``ceil(vocab_size / world_size)`` rows as long as there are any left; the last
     ranks may get fewer or none (507 over 4: 127, 127, 127, 126).
+
+    Example::
+
+        start, end = vocab_range(507, rank=3, world_size=4)  # (381, 507)
     """
     rows = -(-vocab_size // world_size)
     return min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size)

@@ -57,7 +57,7 @@ def chunk_sizes(sizes: Plan, shapes: Shapes) -> list[int]:
 def total_bytes(sizes: Plan, needs: Needs, shapes: Shapes) -> int:
     """Return the most that exists at a time beyond operands and gradients.
 
-    Beside that partial statistics of up to 17 MiB, and on a CPU temporaries.
+    Beside that partial statistics of up to 17 MiB, with tp_invariant 40, and on a CPU temporaries.
     """
     T = sizes.T
     H = shapes.H

@@ -94,6 +94,13 @@ def linear_logprob(
     Raises:
         ValueError: an argument is wrong; an id outside the vocabulary is a failed device assertion
         on a GPU. NotImplementedError: a combination is not supported.
+
+    Example::
+
+        ids = torch.stack([chosen, rejected], dim=1)  # [T, 2]
+        scores = linear_logprob(hidden, weight, ids, temperature=0.7)
+        margin = scores.logprob[:, 0] - scores.logprob[:, 1]
+        margin.sum().backward()
     """
     with refusals_told("linear_logprob", tp_group, hidden):
         over = values.choice("over", over, get_args(Over))

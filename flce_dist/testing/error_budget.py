@@ -56,6 +56,12 @@ def error_budget(
     intermediates, since a relative error of one eps in a logit near 8 changes the exponential by 8
     eps. An eps of the *largest* element instead would accept a gradient with a few large rows that
     is half wrong. Only zeros meet a reference of zeros; eager's NaN adds nothing to the budget.
+
+    Example::
+
+        exact = torch.logsumexp(logits.double(), -1)
+        budget = error_budget(mine, exact, torch.logsumexp(logits, -1))
+        assert budget.met, budget
     """
     eager_error = relative_rms(eager, reference)
     dtype = eager.dtype if dtype is None else dtype

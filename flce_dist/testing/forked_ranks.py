@@ -47,6 +47,11 @@ class RankPool(AbstractContextManager["RankPool"]):
 
     Process groups that a call makes stay until it destroys them or the pool is closed, each with a
     thread that wakes up a hundred times a second.
+
+    Example::
+
+        with RankPool(2) as ranks:
+            sizes = ranks.run(torch.distributed.get_world_size)  # [2, 2]
     """
 
     def __init__(self, world_size: int, *, timeout_s: float = 60.0):

@@ -128,6 +128,14 @@ def run_ranks(
             number and traceback. The other ranks are ended.
         RankFailed: a rank exited or was killed, or its exception cannot be pickled.
         TimeoutError: some ranks did not finish; the message names them.
+
+    Example::
+
+        def loss_of(tp_group):
+            start, end = vocab_range(len(weight), tp_group.rank(), tp_group.size())
+            return linear_cross_entropy(hidden, weight[start:end], labels, tp_group=tp_group)
+
+        losses = run_ranks(loss_of, 4)  # one of each rank, all equal
     """
     if backend not in ("threads", "gloo"):
         raise ValueError(f'backend must be "threads" or "gloo", got {backend!r}')
