@@ -1,7 +1,11 @@
 """The plain GEMMs around the fused kernels, by cuBLAS on a GPU and by torch on a CPU.
 
-All accumulate in fp32 (fp64 for fp64 operands) and round once. A CPU has no GEMM of 16-bit operands
-with an fp32 result, so there slices are upcast.  T = tokens, W = columns of a window, H = hidden.
+All accumulate in fp32 (fp64 for fp64 operands) and round once. But where a result has 16 bits and
+few tiles, cuBLAS may cut the sum into parts and round each, unless PyTorch's
+``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`` (or fp16) is off.
+A CPU has no GEMM of 16-bit operands with an fp32 result, so there slices are upcast.
+
+T = tokens, W = columns of a window, H = hidden.
 """
 
 from collections.abc import Callable, Iterator

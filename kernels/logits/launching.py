@@ -1,6 +1,6 @@
 """How kernels that compute tiles of logits are launched: tile, grid, operands, segments.
 
-Used by ``linear_stats``, ``rescue`` and ``dlogits``. T = tokens, V = vocabulary rows here.
+T = tokens, V = vocabulary rows here.
 """
 
 import math
