@@ -31,12 +31,13 @@ def logsumexp(dim, keepdim):
 
 
 if dist.get_rank() == 0:
-    print("oracle          ", [round(value, 3) for value in oracle.tolist()])
+    print(f"{'oracle':18}", [round(value, 3) for value in oracle.tolist()])
 is_as_described = True
 for dim, keepdim in ((2, True), (1, False), (1, True)):
     result, whole = logsumexp(dim, keepdim)
     if dist.get_rank() == 0:
-        print(f"({dim}, keepdim={keepdim})".ljust(16), [round(value, 3) for value in whole.tolist()])
+        name = f"({dim}, keepdim={keepdim})"
+        print(f"{name:18}", [round(value, 3) for value in whole.tolist()])
         print(f"    {tuple(result.shape)}, {result.placements}, mean square", end=" ")
         print(f"{whole.square().mean():.3f} where it is {oracle.square().mean():.3f}")
     expected = oracle[:3] if (dim, keepdim) == (1, True) else oracle

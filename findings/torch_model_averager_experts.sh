@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# torch 2.13.0: PeriodicModelAverager, used with DistributedDataParallel over subgroups, averages the
+# torch 2.13.0: PeriodicModelAverager, as with DistributedDataParallel over subgroups, averages the
 # parameters that have a gradient, each rank its own list of them. Of a mixture of experts in which
 # ranks called different experts it so averages one expert with another of the same size. No error,
 # no warning; where ranks called the same experts it is right.
