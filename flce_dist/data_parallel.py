@@ -44,10 +44,11 @@ def data_parallel_linear_cross_entropy(
     temperature: float | Tensor = 1.0,
     **options: Unpack[DataParallelOptions],
 ) -> Tensor:
-    """Return this rank's ``linear_cross_entropy``, fp32 (fp64 for fp64 inputs).
+    """``linear_cross_entropy`` of this rank's tokens, where data-parallel ranks share the weight.
 
-    Gathers hidden states, not the weight. Gradients are FSDP2's: that of this rank's loss, and for
-    weight and bias the mean over ranks. All ranks must call, and call backward.
+    Gathers hidden states, not the weight. With L_r the loss of rank r, gradients are those of
+    FSDP2: dhidden on rank r is that of L_r, dweight and dbias those of ``sum_r L_r / P``. All
+    ranks must call, and call backward.
 
     Backward exchanges upstream gradients, and with them the number of the call. Ranks that run
     backward of different calls raise (on a GPU a failed device assertion; not under torch.compile).
@@ -55,15 +56,26 @@ def data_parallel_linear_cross_entropy(
     more collective: the others wait in the gather of 2 elements (T + 1 with reduction "none").
 
     Args:
-        hidden, labels, token_weight, temperature: of this rank's tokens, equally many on all ranks.
+        hidden: [..., H] of this rank's tokens, equally many on all ranks.
+        labels, token_weight, temperature: [...], or for temperature a number, of the same tokens.
             All ranks pass tensors of the same dtypes, or the same number as temperature; the first
             call of a group compares that.
-        weight, bias: this rank's rows, or DTensors with Shard(0) over ``data_group``.
+        weight: [V, H], this rank's rows of the vocabulary, by default [r V, (r + 1) V); or a
+            DTensor with Shard(0) over ``data_group``.
+        bias: [V], likewise.
         data_group: the ranks that share the vocabulary; None for one process.
         reduction: over this rank's tokens. The upstream gradient of a sum or mean must be the same
             on all ranks; otherwise gradients are NaN.
         **options: of ``linear_cross_entropy``, but tp_group and what is about it. ``max_counted``
             bounds the tokens of all ranks.
+
+    Returns:
+        The loss of this rank's tokens, fp32 (fp64 for fp64 inputs): a scalar, or [...] with
+        reduction "none". A rank without a token that counts gets 0.
+
+    Raises:
+        ValueError: an argument is wrong, or ranks disagree. NotImplementedError: a combination is
+        not supported.
 
     Example::
 

@@ -64,9 +64,10 @@ VALUE_ERRORS: dict[str, dict[str, Any]] = {
     "weight must be [V, H] with H = 4 from hidden, got (11, 3)": {"weight": torch.zeros(V, 3)},
     "weight must be [V, H] with H = 4 from hidden, got (4,)": {"weight": torch.zeros(H)},
     ANOTHER_DTYPE.format("weight", "torch.bfloat16"): {"weight": torch.zeros(V, H).bfloat16()},
-    "labels must have dtype torch.int64 or torch.int32, got torch.float32: pass labels.long()": {
-        "labels": torch.zeros(T)
-    },
+    (
+        "labels must have dtype torch.int64 or torch.int32, got torch.float32: pass labels.long() "
+        "if they are ids"
+    ): {"labels": torch.zeros(T)},
     "bias must be [V] with V = 11 from weight, got (11, 1): pass bias.reshape((11,))": {
         "bias": torch.zeros(V, 1)
     },

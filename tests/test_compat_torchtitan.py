@@ -4,7 +4,9 @@ Each trainer has ranks of its own, since torchtitan keeps meshes for the life of
 """
 # ruff: noqa: E402
 
+import copy
 import functools
+import pickle
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -174,6 +176,23 @@ def test_three_steps_are_torchtitans(case, backend):
 @pytest.mark.filterwarnings("ignore")
 def test_under_torchtitans_type_checks():
     steps(2, True, {"spmd_backend": "spmd_types"}, spmd_typechecking=True)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_computes_with_its_own_weight(copied):
+    loss = compat.LinearCrossEntropyLoss.Config().build()
+    lm_head = Linear(Linear.Config(in_features=2, out_features=3))
+    loss.set_lm_head(lm_head)
+    twin = copied(lm_head)
+    hidden = torch.ones(1, 4, 2)
+    labels = torch.zeros(1, 4, dtype=torch.long)
+    with torch.no_grad():
+        lm_head.weight.zero_()
+        twin.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 0.0]]))
+        assert not lm_head(hidden).any() and twin(hidden)[0, 0, 0] == 1.0
+        of_three = torch.tensor(3.0).log() * 4
+        torch.testing.assert_close(lm_head(hidden, labels), of_three)
+        assert twin(hidden, labels) < of_three
 
 
 def test_what_is_refused():

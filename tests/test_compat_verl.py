@@ -157,6 +157,11 @@ def test_verl_calls_ours(functional, monkeypatch):
     user.linear_cross_entropy = module.linear_cross_entropy
     monkeypatch.setitem(sys.modules, user.__name__, user)
     monkeypatch.setattr(module, "linear_cross_entropy", module.linear_cross_entropy)
-    compat.use_linear_cross_entropy()
-    assert module.linear_cross_entropy is compat.linear_cross_entropy
-    assert user.linear_cross_entropy is compat.linear_cross_entropy
+    theirs = module.linear_cross_entropy
+    for _ in range(2):
+        compat.use_linear_cross_entropy()
+        assert module.linear_cross_entropy is compat.linear_cross_entropy
+        assert user.linear_cross_entropy is compat.linear_cross_entropy
+    compat.restore()
+    assert module.linear_cross_entropy is user.linear_cross_entropy is theirs
+    assert compat.linear_cross_entropy is not theirs

@@ -20,7 +20,10 @@ def converted(name: str, x: Tensor, dtypes: Sequence[torch.dtype]) -> str:
     if x.is_complex() or x.is_quantized:
         return ""
     if torch.int64 in dtypes:
-        return "" if x.dtype == torch.bool else f": pass {name}.long()"
+        if x.dtype == torch.bool:
+            return ""
+        way_out = f": pass {name}.long()"
+        return f"{way_out} if they are ids" if x.is_floating_point() else way_out
     return "" if x.is_floating_point() else f": pass {name}.float()"
 
 

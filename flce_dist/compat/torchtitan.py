@@ -1,5 +1,6 @@
 """A loss of torchtitan 0.3's trainer, which leaves its model's output layer to the loss."""
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,8 +57,8 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         if type(lm_head).forward is not nn.Linear.forward:
             raise NotImplementedError(f"lm_head must be an nn.Linear, got {type(lm_head).__name__}")
         self.lm_head = lm_head
-        logits = lm_head.forward
-        lm_head.forward = lambda x, *labels: self._sum_of(x, *labels) if labels else logits(x)
+        # A partial is copied and pickled with the layer, which a method of an instance is not.
+        lm_head.forward = functools.partial(_forward, self, lm_head)
 
     __call__ = BaseLoss.__call__  # divides what ``fn`` returns
 
@@ -94,6 +95,11 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
             return loss
         sums = [Partial() if has.is_shard() else Replicate() for has in labels.placements]
         return DTensor.from_local(loss, labels.device_mesh, sums)
+
+
+def _forward(loss: LinearCrossEntropyLoss, lm_head: nn.Linear, x: Tensor, *labels: Tensor) -> Any:
+    """Return the loss of hidden states if there are labels, else their logits."""
+    return loss._sum_of(x, *labels) if labels else nn.Linear.forward(lm_head, x)
 
 
 def _check_options(options: dict[str, Any]) -> None:

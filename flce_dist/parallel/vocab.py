@@ -7,10 +7,17 @@ def vocab_range(vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
     Every rank gets ``ceil(vocab_size / world_size)`` rows as long as there are any left; the last
     ranks may get fewer or none (507 over 4: 127, 127, 127, 126).
 
+    Raises:
+        ValueError: rank is not within [0, world_size), or vocab_size is negative.
+
     Example::
 
         start, end = vocab_range(507, rank=3, world_size=4)  # (381, 507)
     """
+    if vocab_size < 0:
+        raise ValueError(f"vocab_size must be at least 0, got {vocab_size}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be within [0, {world_size}), world_size, got {rank}")
     rows = -(-vocab_size // world_size)
     return min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size)
 
