@@ -48,7 +48,7 @@ for shift_tokens in (0, 1):
             logits = model.net(torch.cat([prompts, new], 1)[:, :-1])[:, prompt_length - 1 :]
         shares[cache_kv] = (new == rest).float().mean().item()
         agreements[cache_kv] = (new == logits.argmax(-1)).float().mean().item()
-        print(f"    cache_kv={cache_kv}: {shares[cache_kv]:.1%} of new tokens continue the pattern,")
+        print(f"    cache_kv={cache_kv}: {shares[cache_kv]:.1%} of tokens continue the pattern,")
         print(f"        {agreements[cache_kv]:.1%} are those that one forward of all predicts")
     is_as_described &= shares[False] > 0.9 and agreements[False] == 1
     if shift_tokens:
