@@ -151,13 +151,7 @@ class LinearCrossEntropy(VocabShard):
         if self.sequence_parallel:
             dim = self.options.sequence_dim
             hidden = collectives.gather_tokens(hidden.transpose(0, dim), group).transpose(0, dim)
-        scale = self.options.logit_scale
-        softcap = self.options.softcap
-        z = F.linear(hidden, self.weight) * scale
-        if self.bias is not None:
-            z = z + self.bias
-        if softcap is not None:
-            z = softcap * torch.tanh(z / softcap)
+        z = self.options.logits_of(F.linear(hidden, self.weight), self.bias)
         if not gather:
             return z
         # Only the last shards are shorter than the first, so padding them keeps ids in order.

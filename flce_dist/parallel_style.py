@@ -5,7 +5,6 @@ B sequences, S tokens of each, H = hidden size, V_all = rows of the weight, P = 
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -144,12 +143,8 @@ class LinearWithLoss(nn.Linear):
         """Return all logits of all tokens, [..., V_all] in hidden's dtype, with their gradient."""
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, self.mesh, [self.input_layouts], run_check=False)
-        z = F.linear(hidden.redistribute(placements=[Replicate()]), self.weight)
-        z = z * self.options.logit_scale
-        if self.bias is not None:
-            z = z + self.bias
-        if self.options.softcap is not None:
-            z = self.options.softcap * torch.tanh(z / self.options.softcap)
+        product = F.linear(hidden.redistribute(placements=[Replicate()]), self.weight)
+        z = self.options.logits_of(product, self.bias)
         whole: Any = z.redistribute(placements=[Replicate()])  # type: ignore[attr-defined]
         return whole.to_local()
 

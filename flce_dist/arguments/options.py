@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, ParamSpec, Protocol, TypedDict, TypeVar
 
 import torch
+from torch import Tensor
 
 from flce_dist.torch_private import constant_in_graphs
 
@@ -95,6 +96,13 @@ class LossOptions:
         computes_logits = self.schedule in ("auto", "recompute")
         label_share = 1 - self.label_smoothing
         return is_rounded and computes_logits and label_share**2 * vocab_size < 1
+
+    def logits_of(self, product: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the logits of ``product``, hidden times weight, by PyTorch and with a graph."""
+        z = product * self.logit_scale
+        if bias is not None:
+            z = z + bias
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
 KEYWORDS = tuple(field.name for field in fields(LossOptions) if field.name != "with_metrics")

@@ -1,5 +1,6 @@
 """The public functions.  T tokens, V vocabulary rows on this rank, H hidden size, P ranks."""
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
@@ -162,10 +163,16 @@ def linear_divergence_with_metrics(
         out = linear_divergence_with_metrics(hidden, weight, teacher_hidden, teacher_weight)
         agreement = out.same_best.float().mean()
     """
-    results = _diverged(
-        linear_divergence_with_metrics, hidden, weight, teacher_hidden, teacher_weight, **keywords
-    )
+    operands = hidden, weight, teacher_hidden, teacher_weight
+    results = _diverged(linear_divergence_with_metrics, *operands, **{**_DEFAULTS, **keywords})
     return DivergenceWithMetrics(*results)
+
+
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(linear_divergence).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
 
 
 def _diverged(
@@ -176,19 +183,19 @@ def _diverged(
     teacher_hidden: Tensor,
     teacher_weight: Tensor,
     *,
-    kind: Any = "reverse_kl",
-    beta: Any = 0.5,
-    labels: Tensor | None = None,
-    bias: Tensor | None = None,
-    token_weight: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    teacher_bias: Tensor | None = None,
-    teacher_temperature: float | Tensor | None = None,
-    teacher_softcap: Any = None,
-    teacher_logit_scale: Any = 1.0,
-    teacher_rows: Tensor | None = None,
-    teacher_vocab_range: Any = None,
-    tp_group: dist.ProcessGroup | None = None,
+    kind: Any,
+    beta: Any,
+    labels: Tensor | None,
+    bias: Tensor | None,
+    token_weight: Tensor | None,
+    temperature: float | Tensor,
+    teacher_bias: Tensor | None,
+    teacher_temperature: float | Tensor | None,
+    teacher_softcap: Any,
+    teacher_logit_scale: Any,
+    teacher_rows: Tensor | None,
+    teacher_vocab_range: Any,
+    tp_group: dist.ProcessGroup | None,
     **options: Any,
 ) -> tuple[Tensor, ...]:
     """Check the options of a call; return the loss and any metrics."""
