@@ -36,6 +36,10 @@ def best_ids(
         ``BestIds`` with ids and logprob [b, s, k], and the others [b, s]; the same on all
         tensor-parallel ranks. On a pipeline stage without output layer what the model returns.
 
+    Raises:
+        ValueError: an argument is wrong, or the model has no plug-in. NotImplementedError: labels
+        or an output_processor are given, or others have wrapped or patched the output layer.
+
     Example::
 
         with torch.no_grad():

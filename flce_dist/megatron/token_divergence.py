@@ -59,6 +59,10 @@ def divergence(
     Returns:
         The divergence [b, s] with reduction "none", else a scalar; metrics are [b, s].
 
+    Raises:
+        ValueError: an argument is wrong, or a model has no plug-in. NotImplementedError: this stage
+        of the pipeline has no output layer of one of them, or others have wrapped or patched it.
+
     Example::
 
         loss = divergence(model, teacher, ids, positions, None, labels=labels, reduction="mean")

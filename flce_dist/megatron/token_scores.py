@@ -38,6 +38,10 @@ def scores(
         ``TokenScores`` with logprob [b, s, K], or [N], and the others [b, s]. On a pipeline stage
         without output layer what the model returns.
 
+    Raises:
+        ValueError: an argument is wrong, or the model has no plug-in. NotImplementedError: labels
+        or an output_processor are given, or others have wrapped or patched the output layer.
+
     Example::
 
         out = scores(model, chosen[..., None], ids, positions, None)

@@ -41,7 +41,9 @@ A call that needs more bytes than any before adds a block, which smaller calls t
 
 Failures. After all ranks raised at the same place of a use, the next ``open`` lets all meet and
 reset their flags; if one raised alone, its next ``open`` waits for the others in vain, and their
-streams wait for its flags until ``watch.py`` ends their processes.
+streams wait for its flags until ``watch.py`` ends their processes. A rank that raised alone between
+two uses, and goes on with another call, is out of step unseen, as it would be with collectives: the
+others take what it publishes next for what they wait for. So such a rank must end.
 """
 
 from collections.abc import Callable, Sequence
