@@ -76,22 +76,19 @@ def plan(
     if schedule == "in_forward" and (max_logits_bytes is not None or not shape.row):
         return _in_forward(shape, max_logits_bytes or default)  # no dweight to accumulate
 
+    caches = schedule == "auto"
     reduces = reduces or schedule == "in_forward"
-    budgets = [max_logits_bytes or default]
+    budget = max_logits_bytes or max(default, _spares_a_gemm(shape, reduces))
+    found = None
     if max_logits_bytes is None:
-        budgets.append(max(default, _spares_a_gemm(shape, reduces)))
-    for budget in budgets:
-        windows = _windows(shape, True, budget, max_logits_bytes)
-        if schedule == "auto" and windows.cached_v == V:
-            return windows
-        in_forward = _auto_in_forward(shape, budget) if reduces else None
-        if in_forward is None:
-            continue
-        # Chunks cost a pass over the accumulator each, unless dweight itself accumulates.
-        accumulates = len(in_forward.chunks()) > 1 and shape.row != shape.accumulator_row
-        if not accumulates or budget == budgets[-1]:
-            return in_forward
-    return windows if schedule == "auto" else _in_forward(shape, default)
+        found = _computing_once(shape, default, None, caches, reduces, accumulates=False)
+    if found is None:
+        found = _computing_once(shape, budget, max_logits_bytes, caches, reduces, accumulates=True)
+    if found is not None:
+        return found
+    return (
+        _windows(shape, True, budget, max_logits_bytes) if caches else _in_forward(shape, default)
+    )
 
 
 class _Shape(NamedTuple):
@@ -105,6 +102,25 @@ class _Shape(NamedTuple):
     @property
     def column_bytes(self) -> int:
         return max(1, self.T * self.itemsize)
+
+
+def _computing_once(
+    shape: _Shape, budget: int, limit: int | None, caches: bool, reduces: bool, *, accumulates: bool
+) -> Plan | None:
+    """Return a plan within ``budget`` that computes no logits again; None if there is none.
+
+    For example 8192 tokens of 128,256 columns in bf16: within 1 GiB a cache does not fit, and
+    in_forward does, with half of dweight's memory. ``accumulates`` says whether it may also take
+    chunks of tokens that cost a pass over dweight's accumulator each.
+    """
+    if caches:
+        windows = _windows(shape, True, budget, limit)
+        if windows.cached_v == shape.V:
+            return windows
+    in_forward = _auto_in_forward(shape, budget) if reduces else None
+    if in_forward is None or accumulates or shape.row == shape.accumulator_row:
+        return in_forward
+    return in_forward if len(in_forward.chunks()) == 1 else None
 
 
 def _spares_a_gemm(shape: _Shape, reduces: bool) -> int:
