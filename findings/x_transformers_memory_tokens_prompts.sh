@@ -54,7 +54,7 @@ for memory_tokens in (0, 4):
             right_together[i] += (together[i] == rest).float().mean().item() / len(texts[0])
             same[i] += (together[i] == alone).float().mean().item() / len(texts[0])
     for i, length in enumerate(LENGTHS):
-        print(f"    prompts of {length:2} tokens: {right_alone[i]:.1%} of new tokens right", end=" ")
+        print(f"    prompts of {length:2} tokens: {right_alone[i]:.1%} of new ones right", end=" ")
         print(f"alone, {right_together[i]:.1%} in a list; {same[i]:.1%} are the same")
     is_as_described &= min(right_alone) > 0.9 and same[-1] > 0.999
     is_as_described &= min(same) > 0.999 if memory_tokens == 0 else max(same[:-1]) < 0.98
