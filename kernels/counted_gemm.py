@@ -49,26 +49,34 @@ def _counted_gemm_kernel(
     """
     stride_d_t, stride_b, stride_b_h, stride_out = strides
     count = computed(count_ptr, T)
-    rows, num_m, K = count, tl.cdiv(count, BLOCK_M), V
+    rows = count
+    num_m = tl.cdiv(count, BLOCK_M)
+    K = V
     if SUMS_TOKENS:
-        rows, num_m, K = V, tl.cdiv(V, BLOCK_M), count
+        rows = V
+        num_m = tl.cdiv(V, BLOCK_M)
+        K = count
         if ADDS:  # of no tokens the sum is 0, and so is the row
             num_m = tl.where(count > 0, num_m, 0)
     num_n = tl.cdiv(H, BLOCK_N)
-    full, splits = num_m * num_n, 1
+    full = num_m * num_n
+    splits = 1
     if parts_ptr is not None:
         full, splits = last_wave(num_m * num_n, tl.num_programs(0), K, BLOCK_K)
     length = tl.cdiv(tl.cdiv(K, splits), BLOCK_K) * BLOCK_K
     units = full + (num_m * num_n - full) * splits
     for unit in tl.range(tl.program_id(0), units, tl.num_programs(0), flatten=True):
-        tile, first, last = unit, 0, K
+        tile = unit
+        first = 0
+        last = K
         if parts_ptr is not None:
             cut = unit - full
             tile = tl.where(cut < 0, unit, full + cut // splits)
             first = tl.where(cut < 0, 0, cut % splits * length)
             last = tl.where(cut < 0, K, tl.minimum(first + length, K))
         pid_m, pid_n = tile_coordinates(tile, num_m, num_n, GROUP_M)
-        start_m, start_n = pid_m * BLOCK_M, pid_n * BLOCK_N
+        start_m = pid_m * BLOCK_M
+        start_n = pid_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in tl.range(first, last, BLOCK_K):
             if SUMS_TOKENS:
@@ -106,18 +114,21 @@ def _add_parts_kernel(
     A program sums every num_programs-th block of ROWS rows.
     """
     count = computed(count_ptr, T)
-    num_m, num_n = tl.cdiv(count, BLOCK_M), tl.cdiv(H, BLOCK_N)
+    num_m = tl.cdiv(count, BLOCK_M)
+    num_n = tl.cdiv(H, BLOCK_N)
     full, splits = last_wave(num_m * num_n, programs, V, BLOCK_K)
     blocks = tl.where(splits > 1, (num_m * num_n - full) * (BLOCK_M // ROWS), 0)
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0)):
-        cut, row = block // (BLOCK_M // ROWS), block % (BLOCK_M // ROWS) * ROWS
+        cut = block // (BLOCK_M // ROWS)
+        row = block % (BLOCK_M // ROWS) * ROWS
         offs_row = cut * splits * BLOCK_M + row + tl.arange(0, ROWS)
         ptrs = parts_ptr + offs_row[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         total = tl.zeros((ROWS, BLOCK_N), tl.float32)
         for part in tl.range(0, splits):
             total += tl.load(ptrs + part * BLOCK_M * BLOCK_N)
         pid_m, pid_n = tile_coordinates(full + cut, num_m, num_n, GROUP_M)
-        start_m, start_n = pid_m * BLOCK_M + row, pid_n * BLOCK_N
+        start_m = pid_m * BLOCK_M + row
+        start_n = pid_n * BLOCK_N
         add_tile(out_ptr, total, start_m, start_n, count, H, stride_out, ADDS)
 
 
@@ -134,7 +145,8 @@ def counted_gemm(
     may hold anything. Accumulates in fp32 and rounds once, in out's dtype. Without ``sums_tokens``
     it takes a tile of fp32 for each program, 17 MiB on an H100.
     """
-    (T, V), H = d.shape, b.shape[1]
+    T, V = d.shape
+    H = b.shape[1]
     if d.numel() == 0:
         if not adds:
             out.zero_()
@@ -142,7 +154,9 @@ def counted_gemm(
     arch, programs = tuning.device_arch(d.device)
     # That of large logits: no step over tokens is longer than any tile of logits.
     config = tuning.TILES[arch, d.element_size()]
-    BLOCK_M, BLOCK_N, BLOCK_K = config.BLOCK_T, config.BLOCK_V, config.BLOCK_H
+    BLOCK_M = config.BLOCK_T
+    BLOCK_N = config.BLOCK_V
+    BLOCK_K = config.BLOCK_H
     tma = has_tma(arch, d, b)
     # A tile of fp32 would take the shared memory of the operands' stages.
     tma_out = tma and out.dtype == d.dtype and not adds and has_tma(arch, out)

@@ -101,7 +101,9 @@ def rescue(
     rows = is_rescued(label_logit, others_max).nonzero().squeeze(1)
     if rows.numel() == 0:
         return
-    few, reference, others_max = logits.rows(rows), reference[rows], others_max[rows]
+    few = logits.rows(rows)
+    reference = reference[rows]
+    others_max = others_max[rows]
     of_exponentials = target.rows(rows)._replace(with_sum_z=False)  # sums of x stay
     again = new_sums(few, of_exponentials)
     _statistics(few, reference, of_exponentials, rows, cache, others_max, again)
@@ -115,7 +117,8 @@ def _statistics(
     """Write what ``linear_stats`` does, relative to ``reference`` [T], for T rows of the cache."""
     others_max.fill_(-torch.inf)
     sums.zero_()
-    ignored, none = ~logits.counted, torch.full_like(reference, -torch.inf)
+    ignored = ~logits.counted
+    none = torch.full_like(reference, -torch.inf)
     # So that e of an ignored row is 0.
     relative_to = reference.masked_fill(ignored, torch.inf)[:, None]
     for start, z in windows(logits):
@@ -137,7 +140,8 @@ def _statistics(
         if target.with_entropy:
             sums[1] += (e * x.clamp_min(FAR)).sum(1)
         for first, window in cache.with_starts():  # it may hold some of these columns or none
-            a, b = max(start, first), min(start + z.shape[1], first + window.shape[1])
+            a = max(start, first)
+            b = min(start + z.shape[1], first + window.shape[1])
             if a < b:
                 part = slice(a - start, b - start)
                 d = e[:, part] * slope[:, part] if isinstance(slope, Tensor) else e[:, part]

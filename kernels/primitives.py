@@ -190,7 +190,8 @@ def logits_tile(
 @triton.jit
 def logits_of(acc, bias_ptr, start_v, V, scalars, inverse_temperature, BLOCK_V: tl.constexpr):
     """Logits [BLOCK_T, BLOCK_V] from products ``acc`` of hidden and weight."""
-    logit_scale, softcap = scalars[1], scalars[2]
+    logit_scale = scalars[1]
+    softcap = scalars[2]
     z = acc * logit_scale
     if bias_ptr is not None:
         offs_v = start_v + tl.arange(0, BLOCK_V)

@@ -71,7 +71,9 @@ def failures(own: str | None, group: Group) -> list[str | None]:
     """
     if group is None:
         return [own]
-    store, rank, exchange = torch_private.store_of(group), group.rank(), next(_exchanges)
+    store = torch_private.store_of(group)
+    rank = group.rank()
+    exchange = next(_exchanges)
     keys = [f"flce_dist/launch/{exchange}/{other}" for other in range(group.size())]
     store.set(keys[rank], own or "")
     try:
@@ -96,7 +98,8 @@ def together(work: Callable[[], Result]) -> list[Result]:
 
     Raises, on every rank, the ``RunError`` of the first rank whose work raised one.
     """
-    result, failure = None, None
+    result = None
+    failure = None
     try:
         result = work()
     except RunError as error:

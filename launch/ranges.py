@@ -12,7 +12,8 @@ class Range(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-_LEAST, _LARGEST = 1.1754943508222875e-38, 3.4028234663852886e38  # normal numbers of fp32
+_LEAST = 1.1754943508222875e-38  # normal numbers of fp32
+_LARGEST = 3.4028234663852886e38
 
 SIZE = Range("within [1, 2**31)", lambda x: 1 <= x < 2**31)
 SIZE_OR_0 = Range("within [0, 2**31)", lambda x: 0 <= x < 2**31)

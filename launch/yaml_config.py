@@ -98,7 +98,8 @@ def read_utf8(path: Path, option: str) -> str:
         got = f"{path}: {error.strerror}"
         raise ConfigError(f"{option} must name a file that can be read, got {got}") from error
     except UnicodeDecodeError as error:
-        line, byte = data.count(b"\n", 0, error.start) + 1, data[error.start]
+        line = data.count(b"\n", 0, error.start) + 1
+        byte = data[error.start]
         raise ConfigError(f"{path}:{line}: must be UTF-8, got byte 0x{byte:02x}") from error
 
 
@@ -112,7 +113,8 @@ def check_ranges(value: Any, hint: Any = None, key: str = "") -> None:
         for i, item in enumerate(value):
             check_ranges(item, inners[0 if inners[-1] is Ellipsis else i], f"{key}[{i}]")
     elif typing.get_origin(hint) is Annotated:
-        expected, (_, limits) = declared(hint), typing.get_args(hint)
+        expected = declared(hint)
+        _, limits = typing.get_args(hint)
         good = type(value) is expected.kind and limits.holds(value)
         good |= value is None and expected.optional
         require(good, f"{key} must be {expected.words}, got {value}")
@@ -144,7 +146,8 @@ def converted(value: Any, hint: Any, key: str) -> Any:
     if dataclasses.is_dataclass(hint):
         section = key or "the top level"
         require(isinstance(value, dict), f"{section} must hold keys and values, got {shown}")
-        prefix, hints = f"{key}." if key else "", typing.get_type_hints(hint)
+        prefix = f"{key}." if key else ""
+        hints = typing.get_type_hints(hint)
         fields: dict[str, Any] = {}
         for name, item in value.items():
             close = difflib.get_close_matches(str(name), hints, n=1)

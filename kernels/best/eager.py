@@ -94,7 +94,8 @@ def merged_ids(
     value, id = (x.transpose(0, 1).flatten(1) for x in pairs.split(k, dim=2))
     value = value.contiguous().view(torch.float64)
     value, order = value.sort(dim=1, descending=True, stable=True)
-    value, id = value[:, :k], id.gather(1, order)[:, :k]
+    value = value[:, :k]
+    id = id.gather(1, order)[:, :k]
     is_id = (value > -torch.inf) & (counted & ~lse.isnan())[:, None]
     logprob = (value - lse[:, None]).clamp_max(0.0).where(is_id, -torch.inf)
     if top_p is not None:

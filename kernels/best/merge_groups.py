@@ -60,7 +60,8 @@ def _merge_groups_kernel(
         largest = tl.maximum(largest, tl.max(m, axis=0))
     tl.store(largest_ptr + offs_t, largest, mask=mask_t)
 
-    bin, of_terms = _bin_of(largest), tl.zeros((BLOCK_T,), tl.int32)
+    bin = _bin_of(largest)
+    of_terms = tl.zeros((BLOCK_T,), tl.int32)
     high = tl.zeros((BLOCK_T,), tl.float64)
     low = high
     plane = tl.cast(N, tl.int64) * T

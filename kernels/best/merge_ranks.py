@@ -21,7 +21,8 @@ def _merge_ranks_kernel(
     """A program takes BLOCK_T tokens."""
     t = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     i = tl.arange(0, BLOCK_K)[None, :]
-    mask_t, mask = t < T, (t < T) & (i < k)
+    mask_t = t < T
+    mask = (t < T) & (i < k)
     keys = tl.load(keys_ptr + t * k + i, mask=mask, other=LOWEST_KEY)
     backward = BLOCK_K - 1 - i
     for p in range(1, P):

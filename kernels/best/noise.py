@@ -35,15 +35,19 @@ def gumbel(noise, offs_t, mask_t, first_id, offs_v, ALIGNED: tl.constexpr):
     seed = tl.load(seed_ptr)
     counter = tl.load(counters_ptr + offs_t, mask=mask_t, other=0)
     if ALIGNED:
-        segment, place = (first_id >> 4) + (offs_v >> 4), offs_v & 15
+        segment = (first_id >> 4) + (offs_v >> 4)
+        place = offs_v & 15
     else:
-        segment, place = (first_id + offs_v) >> 4, (first_id + offs_v) & 15
+        segment = (first_id + offs_v) >> 4
+        place = (first_id + offs_v) & 15
     column = (segment << 2) | ((place >> 1) & 3)
-    low, high = counter & 0xFFFFFFFF, counter >> 32
+    low = counter & 0xFFFFFFFF
+    high = counter >> 32
     column, low = tl.broadcast(column[None, :].to(tl.uint32), low[:, None].to(tl.uint32))
     high = tl.broadcast_to(high[:, None].to(tl.uint32), column.shape)
     r0, r1, r2, r3 = tl.philox(seed, column, low * 0, low, high, _ROUNDS)
-    is_odd, is_far = ((place & 1) != 0)[None, :], ((place & 8) != 0)[None, :]
+    is_odd = ((place & 1) != 0)[None, :]
+    is_far = ((place & 8) != 0)[None, :]
     r = tl.where(is_far, tl.where(is_odd, r3, r2), tl.where(is_odd, r1, r0))
     u = tl.minimum((r.to(tl.float32) + 0.5) * 2.0**-32, _LARGEST_U)
     # -log(1 - u) with the relative accuracy of u, which decides which id wins.
@@ -56,7 +60,8 @@ def eager_gumbel(seed: int, counters: Tensor, first_id: int, V: int) -> Tensor:
     """Return the noise of counters [T] and V ids from first_id on, [T, V] fp64."""
     id = torch.arange(first_id, first_id + V, device=counters.device)
     column = ((id >> 4) << 2) | ((id >> 1) & 3)
-    low, high = (counters & 0xFFFFFFFF)[:, None], ((counters >> 32) & 0xFFFFFFFF)[:, None]
+    low = (counters & 0xFFFFFFFF)[:, None]
+    high = ((counters >> 32) & 0xFFFFFFFF)[:, None]
     word = _philox(seed, column + 0 * low, low + 0 * column, high + 0 * column)
     place = (id & 1) | ((id >> 2) & 2)
     r = torch.stack(word).gather(0, place.expand_as(word[0])[None])[0]
@@ -66,19 +71,26 @@ def eager_gumbel(seed: int, counters: Tensor, first_id: int, V: int) -> Tensor:
 
 def _philox(seed: int, c0: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, ...]:
     """Return the four words of Philox4x32, with c1 = 0, in int64."""
-    mask, c1 = 0xFFFFFFFF, torch.zeros_like(c0)
-    k0, k1 = seed & mask, (seed >> 32) & mask
+    mask = 0xFFFFFFFF
+    c1 = torch.zeros_like(c0)
+    k0 = seed & mask
+    k1 = (seed >> 32) & mask
     for _ in range(ROUNDS):
         a_high, a_low = _product(0xD2511F53, c0)
         b_high, b_low = _product(0xCD9E8D57, c2)
-        c0, c1, c2, c3 = b_high ^ c1 ^ k0, b_low, a_high ^ c3 ^ k1, a_low
-        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+        c0 = b_high ^ c1 ^ k0
+        c1 = b_low
+        c2 = a_high ^ c3 ^ k1
+        c3 = a_low
+        k0 = (k0 + 0x9E3779B9) & mask
+        k1 = (k1 + 0xBB67AE85) & mask
     return c0, c1, c2, c3
 
 
 def _product(a: int, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the high and the low 32 bits of a * x, both below 2^32, without overflow."""
-    below, above = a * (x & 0xFFFF), a * (x >> 16)
+    below = a * (x & 0xFFFF)
+    above = a * (x >> 16)
     middle = (below >> 16) + (above & 0xFFFF)
     high = (above >> 16) + (middle >> 16)
     return high, ((middle & 0xFFFF) << 16) | (below & 0xFFFF)

@@ -97,11 +97,13 @@ def _best_pass_kernel(
     GROUP_V: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th tile of logits, and reduces it over its columns."""
-    num_t, num_v = tl.cdiv(T, BLOCK_T), tl.cdiv(V, BLOCK_V)
+    num_t = tl.cdiv(T, BLOCK_T)
+    num_v = tl.cdiv(V, BLOCK_V)
     plane = tl.cast(num_v, tl.int64) * (BLOCK_V // GROUP_V) * T
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=True):
         pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)
-        start_t, start_v = pid_t * BLOCK_T, pid_v * BLOCK_V
+        start_t = pid_t * BLOCK_T
+        start_v = pid_v * BLOCK_V
         offs_t = start_t + tl.arange(0, BLOCK_T)
         offs_v = start_v + tl.arange(0, BLOCK_V)
         mask_t = offs_t < T
@@ -147,7 +149,9 @@ def best_of_shard(
     the best id is that of the largest sum of logit and noise. Banned ids, whose logit is -inf, are
     never among the best. Results of ignored tokens mean nothing.
     """
-    T, V, device = logits.T, logits.V, logits.hidden.device
+    T = logits.T
+    V = logits.V
+    device = logits.hidden.device
     largest = torch.empty(T, dtype=torch.float32, device=device)
     sums = torch.empty(2, T, dtype=torch.float64, device=device)
     above = None if label_logit is None else torch.empty(T, dtype=torch.int64, device=device)
@@ -213,10 +217,13 @@ def _block_columns(V: int, k: int) -> int:
 def _best_of_chunk(
     logits: ShardLogits, k: int, label_logit: Tensor | None, noise: Noise | None, *, out: ShardBest
 ) -> None:  # fmt: skip
-    T, V, device = logits.T, logits.V, logits.hidden.device
+    T = logits.T
+    V = logits.V
+    device = logits.hidden.device
     z = new_window(T, V, torch.float32, device) if k > 1 else None
     launch = _tile_launch(logits, z, noise)
-    num_v, BLOCK_V = launch.num_v, launch.config.BLOCK_V
+    num_v = launch.num_v
+    BLOCK_V = launch.config.BLOCK_V
     groups = num_v * (BLOCK_V // launch.group_v)
     part = torch.empty(2, groups, T, dtype=torch.float32, device=device)
     score = column = above = maxima = None

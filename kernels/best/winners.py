@@ -100,7 +100,8 @@ def winners(
     z is [T, V] fp32 with a unit last stride, ``largest`` [N, T] fp32 the maximum of each block
     of ``columns``. Where there are fewer than k logits above -inf, LOWEST_KEY follows.
     """
-    (T, V), N = z.shape, len(largest)
+    T, V = z.shape
+    N = len(largest)
     step = max(AT_ONCE, columns)
     capacity = k + step
     buffer = next_power_of_2(capacity)

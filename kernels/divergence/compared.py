@@ -14,7 +14,8 @@ from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.primitives import cast, computed, exp, softcap_slope
 from flce_dist.kernels.tuning import next_power_of_2
 
-_BLOCK, _BLOCK_OF_SUMS = 4096, 2048  # columns of a token at a time
+_BLOCK = 4096  # columns of a token at a time
+_BLOCK_OF_SUMS = 2048
 _GROUP = 32  # columns whose sum is rounded to _UNIT where sums must not depend on shards
 _UNIT = tl.constexpr(2.0**-34)  # multiples of which add up exactly to 2^18 ids of probability 1
 
@@ -80,28 +81,35 @@ def _pair_sums_kernel(
     """A program takes one token."""
     t = tl.program_id(0).to(tl.int64)  # T * V passes 2**31 at 16k x 128k
     counted = tl.load(labels_ptr + t) != ignore_index
-    top, log_total = tl.load(top_ptr + t), tl.load(log_total_ptr + t)
-    teacher_top, teacher_log_total = (
-        tl.load(teacher_top_ptr + t),
-        tl.load(teacher_log_total_ptr + t),
-    )
+    top = tl.load(top_ptr + t)
+    log_total = tl.load(log_total_ptr + t)
+    teacher_top = tl.load(teacher_top_ptr + t)
+    teacher_log_total = tl.load(teacher_log_total_ptr + t)
     shift = tl.load(shift_ptr + t)
     best = tl.full((BLOCK,), -float("inf"), tl.float32)
-    best_theirs, place = best, tl.zeros((BLOCK,), tl.int32)
+    best_theirs = best
+    place = tl.zeros((BLOCK,), tl.int32)
     place_theirs = place
     if GROUP is None:
         first = tl.zeros((BLOCK,), tl.float32)
     else:
         first = tl.zeros((BLOCK // GROUP,), tl.float64)
-    second, own, theirs, above = first, first, first, first
+    second = first
+    own = first
+    theirs = first
+    above = first
     for start in range(0, tl.where(counted, V, 0), BLOCK):
         offs_v = start + tl.arange(0, BLOCK)
         mask = offs_v < V
         s = tl.load(s_ptr + t * stride_s_t + offs_v, mask=mask, other=-float("inf"))
         y = tl.load(t_ptr + t * stride_t_t + offs_v, mask=mask, other=-float("inf"))
-        x, y = s - top, y - teacher_top
-        log_p, log_q, d = x - log_total, y - teacher_log_total, (x - y) - shift
-        p, q = exp(log_p), exp(log_q)
+        x = s - top
+        y = y - teacher_top
+        log_p = x - log_total
+        log_q = y - teacher_log_total
+        d = (x - y) - shift
+        p = exp(log_p)
+        q = exp(log_q)
         if KIND == "totals":
             first = _plus(first, exp(x), GROUP)
             second = _plus(second, exp(y), GROUP)
@@ -201,12 +209,14 @@ def _pair_dlogits_kernel(
     mask_in = mask & counted
     s = tl.load(s_ptr + t * stride_s_t + offs_v, mask=mask_in, other=-float("inf"))
     y = tl.load(t_ptr + t * stride_t_t + offs_v, mask=mask_in, other=-float("inf"))
-    x, y = s - tl.load(top_ptr + t), y - tl.load(teacher_top_ptr + t)
+    x = s - tl.load(top_ptr + t)
+    y = y - tl.load(teacher_top_ptr + t)
     p = exp(x - tl.load(log_total_ptr + t))
     if KIND == "forward_kl":
         dz = p - exp(y - tl.load(teacher_log_total_ptr + t))
     else:
-        d, centre = (x - y) - tl.load(shift_ptr + t), tl.load(centre_ptr + t)
+        d = (x - y) - tl.load(shift_ptr + t)
+        centre = tl.load(centre_ptr + t)
         if KIND == "reverse_kl":
             dz = _weighted(p, d - centre)
         elif KIND == "jsd":

@@ -20,7 +20,8 @@ def pair_logits(
     logits: ShardLogits, *,
     out: Tensor | None, rows: Tensor, first: Tensor | None = None, first_max: Tensor | None = None,
 ) -> None:  # fmt: skip
-    largest, total = torch.full_like(rows[0], -torch.inf), torch.zeros_like(rows[0])
+    largest = torch.full_like(rows[0], -torch.inf)
+    total = torch.zeros_like(rows[0])
     weighted = torch.zeros_like(total)
     for start, z in windows(logits):
         here = slice(start, start + z.shape[1])
@@ -33,7 +34,8 @@ def pair_logits(
         if first is not None and first_max is not None:
             w = (first[:, here] - _finite(first_max)[:, None]).exp()
             weighted += _weighted(w, first[:, here] - z).sum(1)
-    rows[0], rows[1] = largest, total
+    rows[0] = largest
+    rows[1] = total
     if first is not None:
         rows[2] = weighted
 
@@ -54,7 +56,8 @@ def pair_sums(
         sums[[-4, -2]] = -torch.inf
     for at in gemm.slices(T if V else 0, 4 * V):
         log_p, log_q, d = _differences(s[at], t[at], stats.tokens(at.start, at.stop))
-        p, q = log_p.exp(), log_q.exp()
+        p = log_p.exp()
+        q = log_q.exp()
         for row, terms in enumerate(_terms(p, q, d, measure)):
             sums[row, at] = terms.sum(1).double()
         if with_metrics:
@@ -113,7 +116,8 @@ def _terms(p: Tensor, q: Tensor, d: Tensor, measure: Measure) -> tuple[Tensor, .
 
 def _log_ratios(d: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """Return ``log(q / m)`` and ``log(p / m)``."""
-    is_above, distance = d > 0, d.abs()
+    is_above = d > 0
+    distance = d.abs()
     share = torch.full_like(d, 1 - beta).masked_fill_(is_above, beta)
     of_larger = -(share * (-distance).expm1()).log1p()
     of_smaller = of_larger - distance

@@ -85,7 +85,8 @@ def stats_of_totals(of_ranks: Tensor, measure: Measure, dtype: torch.dtype) -> P
     weighted = (weighted * factor).sum(0) * (-first_log).exp()
     value = weighted - (first_top - second_top) - shift
     value = value.clamp_min(0.0)  # but for rounding it is not negative
-    student, teacher = (first_top, first_log), (second_top, second_log)
+    student = (first_top, first_log)
+    teacher = (second_top, second_log)
     if measure.is_teacher_first:
         student, teacher, shift = teacher, student, -shift
     return PairStats(*(x.to(dtype) for x in (*student, *teacher, shift, value, value)))

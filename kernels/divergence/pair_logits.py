@@ -98,11 +98,13 @@ def _pair_logits_kernel(
     PARTS: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th tile of logits."""
-    num_t, num_v = tl.cdiv(computed(scalars[4], T), BLOCK_T), tl.cdiv(V, BLOCK_V)
+    num_t = tl.cdiv(computed(scalars[4], T), BLOCK_T)
+    num_v = tl.cdiv(V, BLOCK_V)
     plane = tl.cast(num_v, tl.int64) * T
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=True):
         pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)
-        start_t, start_v = pid_t * BLOCK_T, pid_v * BLOCK_V
+        start_t = pid_t * BLOCK_T
+        start_v = pid_v * BLOCK_V
         offs_t = start_t + tl.arange(0, BLOCK_T)
         mask_t = offs_t < T
         first = None
@@ -178,7 +180,8 @@ def pair_logits(
     [T, V] of a first model and their maximum ``first_max`` [T], a third row is the sum of
     ``exp(first - first_max) (first - z)``.
     """
-    T, V = logits.T, logits.V
+    T = logits.T
+    V = logits.V
     if T == 0 or V == 0:
         rows.zero_()
         rows[0].fill_(-torch.inf)

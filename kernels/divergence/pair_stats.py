@@ -50,7 +50,8 @@ def _pair_stats_kernel(
     value = tl.where(value < 0.0, 0.0, value).to(tl.float32)
     if TEACHER_FIRST:
         shift = -shift
-    own, theirs = (2 * T if TEACHER_FIRST else 0), (0 if TEACHER_FIRST else 2 * T)
+    own = 2 * T if TEACHER_FIRST else 0
+    theirs = 0 if TEACHER_FIRST else 2 * T
     tl.store(stats_ptr + own + offs_t, top, mask=mask)
     tl.store(stats_ptr + own + T + offs_t, log_total.to(tl.float32), mask=mask)
     tl.store(stats_ptr + theirs + offs_t, second_top, mask=mask)

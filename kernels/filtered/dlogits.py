@@ -37,7 +37,8 @@ def _kept_dlogits_kernel(
     parts = (tl.load(next_ptr) - first) * PARTS
     for part in tl.range(tl.program_id(0), parts, tl.num_programs(0), flatten=True):
         slot = part // PARTS
-        row, col = part % PARTS // PARTS_V * BLOCK_T, part % PARTS_V * BLOCK_V
+        row = part % PARTS // PARTS_V * BLOCK_T
+        col = part % PARTS_V * BLOCK_V
         start_t = tl.load(tile_ptr + 2 * (first + slot)) * TILE_T + row
         start_v = tl.load(tile_ptr + 2 * (first + slot) + 1) * TILE_V + col
         offs_t = start_t + tl.arange(0, BLOCK_T)

@@ -21,7 +21,8 @@ def new_tile_stats(logits: ShardLogits) -> Tensor:
 
 def write_tile_stats(logits: ShardLogits, reference: Tensor, tiles: Tensor) -> None:
     """Write the maxima and sums of exp(z - reference) in each tile, without the labels."""
-    ignored, none = ~logits.counted, torch.full_like(reference, -torch.inf)
+    ignored = ~logits.counted
+    none = torch.full_like(reference, -torch.inf)
     reference = reference.masked_fill(ignored, torch.inf)
     for start, z in windows(logits, TILE_V):
         write_at_labels(z, logits, start, none)
@@ -35,7 +36,8 @@ def kept_tiles(
     logits: ShardLogits, tile_stats: Tensor, stats: TokenStats, eps: float
 ) -> tuple[Tensor, Tensor]:
     maxima, sums = tile_stats
-    lse, counted = stats.lse, logits.counted
+    lse = stats.lse
+    counted = logits.counted
     blocks, J = tile_grid(logits.T, logits.V)
     mass = sums * (first_reference(stats.label_logit) - lse).exp()
     column = logits.labels - logits.vocab_start_index
@@ -50,7 +52,8 @@ def kept_tiles(
 
 def profile_sample(labels: Tensor, scale: Tensor, *, ignore_index: int) -> Tensor:
     ordinal = counts(labels, scale, ignore_index).cumsum(0)
-    n, i = ordinal[-1], torch.arange(SAMPLE + 1, device=labels.device)
+    n = ordinal[-1]
+    i = torch.arange(SAMPLE + 1, device=labels.device)
     first = i * n // n.clamp(1, SAMPLE)
     place = (first.diff() * (i[1:] * 0x9E3779B9 & 0xFFFFFFFF)) >> 32  # n / SAMPLE < 2**31
     token = torch.searchsorted(ordinal, first[:-1] + place, right=True)  # T if there is none

@@ -80,7 +80,8 @@ def _kept_dweight_kernel(
     tile_ptr, _, first_tile_ptr, order_ptr, round_ptr, next_ptr = list_pointers(
         lists_ptr, T, V, round
     )
-    first_tile, first_column = tl.load(round_ptr), tl.load(round_ptr + 1)
+    first_tile = tl.load(round_ptr)
+    first_column = tl.load(round_ptr + 1)
     columns = tl.load(next_ptr + 1) - first_column
     num_h = tl.cdiv(H, BLOCK_H)
     for item in tl.range(tl.program_id(0), columns * PARTS * num_h, tl.num_programs(0)):
@@ -162,7 +163,9 @@ def add_kept_dhidden(d: Tensor, weight: Tensor, lists: TileLists, round: int, ac
     T, H = acc.shape
     arch, _ = tuning.device_arch(d.device)
     config = tuning.TILES[arch, d.element_size()]
-    rows, columns, shared = config.BLOCK_T, config.BLOCK_V, config.BLOCK_H
+    rows = config.BLOCK_T
+    columns = config.BLOCK_V
+    shared = config.BLOCK_H
     tma = has_tma(arch, d, weight)
     programs = -(-H // columns) * (tiles.TILE_T // rows) * lists.blocks
     _add_kept_dhidden_kernel[(programs,)](
@@ -191,7 +194,9 @@ def kept_dweight(
     arch, programs = tuning.device_arch(d.device)
     config = tuning.TILES[arch, d.element_size()]
     group, waves = _order(arch, d.element_size())
-    rows, columns, shared = config.BLOCK_T, config.BLOCK_V, config.BLOCK_H
+    rows = config.BLOCK_T
+    columns = config.BLOCK_V
+    shared = config.BLOCK_H
     tma = has_tma(arch, d, hidden)
     # A tile of fp32 would take the shared memory of the operands' stages.
     tma_out = has_tma(arch, out) and out.dtype == hidden.dtype and not accumulates

@@ -18,8 +18,10 @@ def _sample_kernel(
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """A program counts all tokens, and writes those of its BLOCK_T that are in the sample."""
-    first, offs_t = tl.program_id(0) * BLOCK_T, tl.arange(0, BLOCK_T)
-    n, before = tl.zeros((BLOCK_T,), tl.int64), tl.zeros((BLOCK_T,), tl.int64)
+    first = tl.program_id(0) * BLOCK_T
+    offs_t = tl.arange(0, BLOCK_T)
+    n = tl.zeros((BLOCK_T,), tl.int64)
+    before = tl.zeros((BLOCK_T,), tl.int64)
     own = tl.zeros((BLOCK_T,), tl.int64)
     for start in range(0, T, BLOCK_T):
         mask = start + offs_t < T
@@ -34,7 +36,8 @@ def _sample_kernel(
     some = tl.maximum(n, 1)
     runs = tl.minimum(some, _SAMPLE)
     i = ((ordinal + 1) * runs - 1) // some
-    begin, end = i * n // runs, (i + 1) * n // runs
+    begin = i * n // runs
+    end = (i + 1) * n // runs
     place = ((end - begin) * (((i + 1) * 0x9E3779B9) & 0xFFFFFFFF)) >> 32
     tl.store(sample_ptr + i, first + offs_t, mask=(own > 0) & (ordinal == begin + place))
     i = tl.arange(0, _SAMPLE)

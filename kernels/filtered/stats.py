@@ -172,7 +172,8 @@ def kept_tiles(
     token, or such a token's probability of ``eps`` or more, or a mass that is not finite, as only
     rescued tokens have. In kept tiles and for ignored tokens the mass is 0.
     """
-    T, V = logits.T, logits.V
+    T = logits.T
+    V = logits.V
     blocks, J = tiles.tile_grid(T, V)
     kept = logits.hidden.new_empty(blocks, J, dtype=torch.bool)
     mass = logits.hidden.new_empty(J, T)

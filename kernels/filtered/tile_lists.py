@@ -28,7 +28,8 @@ from torch import Tensor
 from flce_dist.kernels.filtered import tiles
 from flce_dist.kernels.tuning import next_power_of_2
 
-TILE_T, TILE_V = tl.constexpr(tiles.TILE_T), tl.constexpr(tiles.TILE_V)
+TILE_T = tl.constexpr(tiles.TILE_T)
+TILE_V = tl.constexpr(tiles.TILE_V)
 
 
 class TileLists(NamedTuple):
@@ -43,7 +44,8 @@ class TileLists(NamedTuple):
 @triton.jit
 def list_pointers(lists_ptr, T, V, round):
     """Return where the parts begin: four, then that of the round, and that of the next one."""
-    blocks, J = tl.cdiv(T, TILE_T), tl.cdiv(V, TILE_V)
+    blocks = tl.cdiv(T, TILE_T)
+    J = tl.cdiv(V, TILE_V)
     row_ptr = lists_ptr + 2 * blocks * J
     first_tile_ptr = row_ptr + 2 * blocks * J
     order_ptr = first_tile_ptr + J + 1
@@ -79,7 +81,8 @@ def _tile_lists_kernel(
         above += tl.where((offs_b < i)[:, None], kept, 0)
         of_block = tl.sum(kept, axis=1)
         longer += ((of_block > length) | ((of_block == length) & (offs_b < i))).to(tl.int32)
-    counts, above = tl.sum(counts, axis=0), tl.sum(above, axis=0)
+    counts = tl.sum(counts, axis=0)
+    above = tl.sum(above, axis=0)
     last_tile = tl.cumsum(counts, axis=0)
     of_round = rounds - 1 - (tl.sum(counts, axis=0) - last_tile) // step
 

@@ -1,6 +1,7 @@
 """The tiles of filtered gradients: TILE_T tokens by TILE_V vocabulary rows."""
 
-TILE_T, TILE_V = 128, 256
+TILE_T = 128
+TILE_V = 256
 SAMPLE = 128  # tokens from which the profile of the tiles is taken, or all that count
 
 

@@ -12,7 +12,8 @@ from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.primitives import cast, softcap_tanh
 from flce_dist.kernels.tuning import next_power_of_2
 
-_BLOCK_N, _BLOCK_H = 4, 1024  # entries and columns of one step, which a program loads at once
+_BLOCK_N = 4  # entries and columns of one step, which a program loads at once
+_BLOCK_H = 1024
 _WRITTEN_AT_ONCE = 128  # entries of a program
 
 
@@ -38,7 +39,8 @@ def _logits_at_ids_kernel(
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h = strides
     ignore_index, logit_scale, softcap, inverse_temperature_ptr, _ = scalars
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    id, token = tl.load(ids_ptr + n, mask=n < entries, other=ignore_index), n
+    id = tl.load(ids_ptr + n, mask=n < entries, other=ignore_index)
+    token = n
     row = id - vocab_start_index
     is_here = (row >= 0) & (row < V) & (id != ignore_index)
     if token_ptr is not None:
@@ -82,7 +84,8 @@ def logits_at_ids(
     then. A label that is neither below ``vocab_size`` nor ignored fails a device-side assertion,
     whose error arrives with the next synchronisation. Reads at most 2 N H elements.
     """
-    (N,), H = ids.shape, logits.H
+    (N,) = ids.shape
+    H = logits.H
     out = torch.empty(N, dtype=torch.float32, device=ids.device)
     if N:
         _logits_at_ids_kernel[(-(-N // _BLOCK_N),)](
@@ -108,7 +111,8 @@ def _write_at_ids_kernel(
 ):  # fmt: skip
     """A program writes BLOCK_N entries."""
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    id, token = tl.load(ids_ptr + n, mask=n < entries, other=ignore_index), n
+    id = tl.load(ids_ptr + n, mask=n < entries, other=ignore_index)
+    token = n
     column = id - vocab_start_index
     is_here = (column >= 0) & (column < W) & (id != ignore_index)
     if token_ptr is not None:
@@ -128,7 +132,8 @@ def write_at_ids(
     Without ``token`` entry n is of token n. Left out are ignored ids and entries that repeat the
     one before. out is [T, W] of any dtype with a unit last stride, ids [N] global, value [N] fp32.
     """
-    (N,), W = ids.shape, out.shape[1]
+    (N,) = ids.shape
+    W = out.shape[1]
     if N and W:
         _write_at_ids_kernel[(-(-N // _WRITTEN_AT_ONCE),)](
             ids, token, value,

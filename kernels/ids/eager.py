@@ -65,9 +65,11 @@ def set_gradient(
         return x.index_select(0, ids.token)
 
     dlogprob, dlse, dentropy = upstream
-    logprob, first = logprob.index_select(0, ids.place), are_first(ids.ids, ids.token)
+    logprob = logprob.index_select(0, ids.place)
+    first = are_first(ids.ids, ids.token)
     p = logprob.exp().where(first, 0.0)
-    dz, sums = torch.zeros_like(z), z.new_zeros(len(ids.offsets) - 1)
+    dz = torch.zeros_like(z)
+    sums = z.new_zeros(len(ids.offsets) - 1)
     if dlse is not None:
         dz += p * of_entries(dlse)
     if dentropy is not None and entropy is not None:

@@ -15,7 +15,8 @@ from flce_dist.kernels.primitives import cast
 from flce_dist.kernels.tuning import next_power_of_2
 
 CHUNK = 256  # entries of a program; parts take 8 H / CHUNK bytes of each entry
-_BLOCK_H, _SUMMED_H = 512, 1024  # columns of a program: of dhidden, of dweight
+_BLOCK_H = 512  # columns of a program: of dhidden, of dweight
+_SUMMED_H = 1024
 _PARTS = 8  # that the second launch loads at once
 _BLOCK_N = 8  # entries of a token that are loaded at once
 
@@ -32,7 +33,8 @@ def _dhidden_of_ids_kernel(
     """A program sums BLOCK_H columns of one token."""
     t = tl.program_id(0).to(tl.int64)
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H).to(tl.int64)
-    begin, end = tl.load(offsets_ptr + t), tl.load(offsets_ptr + t + 1)
+    begin = tl.load(offsets_ptr + t)
+    end = tl.load(offsets_ptr + t + 1)
     acc = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
@@ -125,8 +127,12 @@ def _chunk_sums_kernel(
             else:
                 _write(out_ptr, id - vocab_start_index, acc, offs_h, H, stride_out_v, ADDS)
         acc = tl.where(after != id, 0.0, acc)
-        id, is_here, factor, h = after, next_here, next_factor, next_h
-        after, next_factor = id_after, factor_after
+        id = after
+        is_here = next_here
+        factor = next_factor
+        h = next_h
+        after = id_after
+        next_factor = factor_after
 
 
 @triton.jit
@@ -150,7 +156,8 @@ def _run_sums_kernel(
     if (row >= 0) & (row < V) & (after == id) & (before != id):
         total = tl.load(tail_ptr + chunk * H + offs_h, mask=offs_h < H, other=0.0)
         parts = tl.zeros((PARTS, BLOCK_H), dtype=tl.float32)
-        next, more = chunk + 1, True
+        next = chunk + 1
+        more = True
         while more:
             c = next + tl.arange(0, PARTS)
             is_of_run = tl.load(ids_ptr + c * CHUNK, mask=c * CHUNK < N, other=-1) == id
@@ -171,7 +178,8 @@ def dweight_of_ids(
     ``adds`` adds to what is there. Accumulates in fp32 and rounds once. out has a unit last stride;
     other rows are left alone.
     """
-    (V, H), N = out.shape, len(entries.ids)
+    V, H = out.shape
+    N = len(entries.ids)
     if not N or not V:
         return
     BLOCK_H = min(_SUMMED_H, next_power_of_2(H))

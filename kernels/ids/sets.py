@@ -81,7 +81,8 @@ def _logits(z_ptr, ids_ptr, n, begin, end, id):
 @triton.jit
 def _statistics(z_ptr, ids_ptr, begin, end, BLOCK_N: tl.constexpr):
     """Return r, S, and the sum of ``exp(z_n - r) (z_n - r)``; NaN logits make all NaN."""
-    reference, top = -float("inf"), end
+    reference = -float("inf")
+    top = end
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         _, in_set = _entries(ids_ptr, n, begin, end)
@@ -90,7 +91,8 @@ def _statistics(z_ptr, ids_ptr, begin, end, BLOCK_N: tl.constexpr):
         place = tl.min(tl.where(in_set & (z == largest), n, end), axis=0)
         top = tl.where((largest > reference) | (top == end), place, top)
         reference = tl.maximum(reference, largest)
-    others, weighted = 0.0, 0.0
+    others = 0.0
+    weighted = 0.0
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         _, in_set = _entries(ids_ptr, n, begin, end)
@@ -113,9 +115,12 @@ def _with_rest(reference_ptr, others_ptr, weighted_ptr, t, top_logit, others, we
         # Without any U, top_logit may lie far below its reference.
         given = tl.where(rest == 0.0, top_logit, tl.load(reference_ptr + t))
         reference = tl.maximum(given, top_logit)
-        above, change = top_logit - reference, given - reference
-        e_top, factor = exp(above), exp(change)
-        unnamed, log_unnamed = rest * factor, tl.log(rest) + change  # U may underflow
+        above = top_logit - reference
+        change = given - reference
+        e_top = exp(above)
+        factor = exp(change)
+        unnamed = rest * factor  # U may underflow
+        log_unnamed = tl.log(rest) + change
         if weighted_ptr is not None:  # x of a named id is that of the set, and above
             weighted = tl.where(e_top == 0.0, 0.0, e_top * (weighted + (1 + others) * above))
             weighted += factor * tl.load(weighted_ptr + t) + unnamed * change
@@ -132,7 +137,8 @@ def _set_scores_kernel(
 ):  # fmt: skip
     """A program scores one token."""
     t = tl.program_id(0).to(tl.int64)
-    begin, end = tl.load(offsets_ptr + t), tl.load(offsets_ptr + t + 1)
+    begin = tl.load(offsets_ptr + t)
+    end = tl.load(offsets_ptr + t + 1)
     top_logit, in_set, weighted = _statistics(z_ptr, ids_ptr, begin, end, BLOCK_N)
     reference, others, e_top, weighted, unnamed, log_unnamed = _with_rest(
         reference_ptr, others_ptr, weighted_ptr, t, top_logit, in_set, weighted
@@ -170,7 +176,8 @@ def set_scores(
     ids that are not named, else over the ids. Asserts that ids are below vocab_size (of all).
     """
     T = len(ids.offsets) - 1
-    logprob, lse = torch.empty_like(z), z.new_empty(T)
+    logprob = torch.empty_like(z)
+    lse = z.new_empty(T)
     entropy = z.new_empty(T) if with_entropy else None
     other = None if unnamed is None else z.new_empty(T)
     of_unnamed: tuple[Tensor | None, ...] = (None, None, None)
@@ -216,7 +223,8 @@ def _set_gradient_kernel(
 ):  # fmt: skip
     """A program takes one token."""
     t = tl.program_id(0).to(tl.int64)
-    begin, end = tl.load(offsets_ptr + t), tl.load(offsets_ptr + t + 1)
+    begin = tl.load(offsets_ptr + t)
+    end = tl.load(offsets_ptr + t + 1)
     g = tl.zeros((BLOCK_N,), dtype=tl.float32)
     if dlogprob_ptr is not None:
         for start in range(begin, end, BLOCK_N):
@@ -226,7 +234,8 @@ def _set_gradient_kernel(
             g += tl.load(dlogprob_ptr + place, mask=is_id, other=0.0)
     total = tl.sum(g, axis=0)
     tl.store(sums_ptr + t, total)
-    dlse, entropy = _of_token(dlse_ptr, t), _of_token(entropy_ptr, t)
+    dlse = _of_token(dlse_ptr, t)
+    entropy = _of_token(entropy_ptr, t)
     dentropy = _of_token(dentropy_ptr, t)
     slope = logit_scale
     if inverse_ptr is not None:
@@ -242,7 +251,8 @@ def _set_gradient_kernel(
             dz -= p * (tl.maximum(logprob, FAR) + entropy) * dentropy
         if dlogprob_ptr is not None:
             g = tl.load(dlogprob_ptr + place, mask=in_set, other=0.0)
-            repeats, next = in_set, n + 1
+            repeats = in_set
+            next = n + 1
             while tl.max(repeats.to(tl.int32), axis=0) > 0:
                 repeats &= next < end
                 repeats &= tl.load(ids_ptr + next, mask=repeats, other=-1) == id
@@ -273,7 +283,8 @@ def set_gradient(
     Where p_n is near 1, 1 - p_n keeps its relative precision.
     """
     T = len(ids.offsets) - 1
-    dz, sums = torch.empty_like(z), z.new_empty(T)
+    dz = torch.empty_like(z)
+    sums = z.new_empty(T)
     if T:
         _set_gradient_kernel[(T,)](
             z, ids.ids, ids.offsets, ids.place,

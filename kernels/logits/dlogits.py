@@ -36,12 +36,15 @@ def _dlogits_kernel(
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th tile, all columns but the labels'."""
-    ignore_index, softcap = scalars[0], scalars[2]
+    ignore_index = scalars[0]
+    softcap = scalars[2]
     SCALED: tl.constexpr = a_ptr is not None and b_ptr is None
-    num_t, num_v = tl.cdiv(computed(scalars[4], T), BLOCK_T), tl.cdiv(V, BLOCK_V)
+    num_t = tl.cdiv(computed(scalars[4], T), BLOCK_T)
+    num_v = tl.cdiv(V, BLOCK_V)
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=True):
         pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)
-        start_t, start_v = pid_t * BLOCK_T, pid_v * BLOCK_V
+        start_t = pid_t * BLOCK_T
+        start_v = pid_v * BLOCK_V
         offs_t = start_t + tl.arange(0, BLOCK_T)
         mask_t = offs_t < T
         # Loaded before the GEMM, which hides their latency.
@@ -82,7 +85,8 @@ def dlogits(
     ignored rows; or a alone, for b = u = 0; or nothing, for a = 1 as well. out is [T, V] in
     hidden's dtype with a unit last stride.
     """
-    T, V = logits.T, logits.V
+    T = logits.T
+    V = logits.V
     if T == 0 or V == 0:
         return
     launch = tile_launch(logits, out)
@@ -96,5 +100,6 @@ def dlogits(
         **launch.constexprs,
     )  # fmt: skip
     # Written afterwards: T more elements cost less than a select per element of the epilogue.
-    first, ignore_index = logits.vocab_start_index, logits.ignore_index
+    first = logits.vocab_start_index
+    ignore_index = logits.ignore_index
     write_at_ids(out, logits.labels, None, label_value, first, ignore_index)

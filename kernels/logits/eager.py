@@ -48,7 +48,8 @@ def dlogits(
 
 def windows(logits: ShardLogits, unit: int = 1) -> Iterator[tuple[int, Tensor]]:
     """Yield ``(start, z)``, z [T, W] to overwrite, finite in ignored rows; start in units."""
-    hidden, ignored = gemm.operand(logits.hidden), ~logits.counted[:, None]
+    hidden = gemm.operand(logits.hidden)
+    ignored = ~logits.counted[:, None]
     may_ignore = hidden.is_cuda or bool(ignored.any())  # a CPU may look
     step = SCRATCH_BYTES // (4 * max(1, logits.T))
     step = max(unit, step - step % unit)
@@ -69,7 +70,8 @@ def windows(logits: ShardLogits, unit: int = 1) -> Iterator[tuple[int, Tensor]]:
 
 def logits_at(logits: ShardLogits, token: Tensor | slice, column: Tensor) -> Tensor:
     """Return the logits of tokens at one column each, [n] in the dtype of statistics."""
-    dtype, inverse = logits.stats_dtype, logits.inverse_temperature
+    dtype = logits.stats_dtype
+    inverse = logits.inverse_temperature
     z = logits.hidden[token].to(dtype) * logits.weight[column].to(dtype)
     z = z.sum(1) * logits.logit_scale
     if logits.bias is not None:
@@ -95,7 +97,8 @@ def write_label_value(
     value = value.to(out.dtype)[:, None]
     if out.element_size() == 2:
         # As bits: on a CPU, torch copies the whole destination of a half-float scatter to fp32.
-        out, value = out.view(torch.int16), value.view(torch.int16)
+        out = out.view(torch.int16)
+        value = value.view(torch.int16)
     out.scatter_(1, column, value.where(owned[:, None], out.gather(1, column)))
 
 

@@ -68,7 +68,9 @@ def tile_launch(
     They are where the GPU has TMA and the strides allow it, unless ``pointers`` is set. The kernel
     also stores ``output`` [T, V], if there is one, tile by tile.
     """
-    hidden, T, V = logits.hidden, logits.T, logits.V
+    hidden = logits.hidden
+    T = logits.T
+    V = logits.V
     arch, programs = tuning.device_arch(hidden.device)
     config = tuning.tile_config(arch, hidden.element_size(), T, stores=output is not None)
     tma = not pointers and has_tma(arch, hidden, logits.weight, output)
@@ -110,10 +112,13 @@ def segment_columns(logits: ShardLogits, sums: int) -> Segment:
     as full as the others, and a cut costs one launch, below 1 % of the time of 64 waves.
     """
     launch = tile_launch(logits, pointers=True)
-    T, BLOCK_T, BLOCK_V = launch.T, launch.config.BLOCK_T, launch.config.BLOCK_V
+    T = launch.T
+    BLOCK_T = launch.config.BLOCK_T
+    BLOCK_V = launch.config.BLOCK_V
     part_rows = 1 + sums * (BLOCK_V // launch.group_v)
     most = MAX_PART_BYTES if logits.group_v is None else MAX_GROUP_PART_BYTES
-    num_v, limit = launch.num_v, max(1, most // (4 * part_rows * T))
+    num_v = launch.num_v
+    limit = max(1, most // (4 * part_rows * T))
     if num_v > limit:
         whole_waves = launch.programs // math.gcd(launch.programs, -(-T // BLOCK_T))
         num_v = limit // whole_waves * whole_waves or limit

@@ -71,12 +71,14 @@ def _linear_stats_kernel(
     GROUP_V: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th tile of logits, and reduces it over its columns."""
-    ignore_index, softcap = scalars[0], scalars[2]
+    ignore_index = scalars[0]
+    softcap = scalars[2]
     cached_v, stride_cache_t = cache_sizes
     FLATTEN: tl.constexpr = named is None  # a loop in the epilogue forbids it
     if named is not None:
         ids_ptr, end_ptr, z_ptr, tiles_ptr, most_ptr = named
-    num_t, num_v = tl.cdiv(computed(scalars[4], T), BLOCK_T), tl.cdiv(V, BLOCK_V)
+    num_t = tl.cdiv(computed(scalars[4], T), BLOCK_T)
+    num_v = tl.cdiv(V, BLOCK_V)
     plane = tl.cast(num_v, tl.int64) * (BLOCK_V // GROUP_V) * T
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=FLATTEN):
         pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)
@@ -87,7 +89,8 @@ def _linear_stats_kernel(
             step = num_v + 7 * (tl.num_programs(0) - 1)  # num_v - 7, but never negative
             ahead = step * (pid_t // GROUP_T * GROUP_T) % tl.num_programs(0)
             pid_v = (pid_v + ahead // GROUP_T) % num_v
-        start_t, start_v = pid_t * BLOCK_T, pid_v * BLOCK_V
+        start_t = pid_t * BLOCK_T
+        start_v = pid_v * BLOCK_V
         offs_t = start_t + tl.arange(0, BLOCK_T)
         offs_v = start_v + tl.arange(0, BLOCK_V)
         mask_t = offs_t < T
@@ -110,8 +113,10 @@ def _linear_stats_kernel(
             x = z
             if not EVEN_V:
                 x += tl.where(offs_v < V, 0.0, -float("inf"))[None, :]
-            first, second = (in_tile >> 32) & 0xFFFF, (in_tile >> 48) & 0xFFFF
-            n, first_id = in_tile & 0xFFFFFFFF, vocab_start_index + start_v
+            first = (in_tile >> 32) & 0xFFFF
+            second = (in_tile >> 48) & 0xFFFF
+            n = in_tile & 0xFFFFFFFF
+            first_id = vocab_start_index + start_v
             x = take_out(x, first.to(tl.int32), second.to(tl.int32), z_ptr + n)
             for _ in range(2, most, 2):  # one latency of loads for two
                 n += 2
@@ -158,7 +163,9 @@ def linear_stats(
     ``exp(x) * softcap'(z)`` of its columns, 0 at labels and named ids and in ignored rows. Maxima
     and sums of ``target.tiles`` are -inf and 0 where ignored.
     """
-    T, V, tiles = logits.T, logits.V, target.tiles
+    T = logits.T
+    V = logits.V
+    tiles = target.tiles
     if T == 0 or V == 0:
         others_max.fill_(-torch.inf)
         sums.zero_()
@@ -171,7 +178,8 @@ def linear_stats(
     for start, end, window in cache.split(V, segment.columns, segment.columns):
         here = logits.columns(start, end)
         launch = tile_launch(here, window)
-        BLOCK_T, BLOCK_V = launch.config.BLOCK_T, launch.config.BLOCK_V
+        BLOCK_T = launch.config.BLOCK_T
+        BLOCK_V = launch.config.BLOCK_V
         named = None
         if target.named is not None:
             tiles_of_named = named_tiles(here, target.named, launch.num_v, BLOCK_T, BLOCK_V)
@@ -190,7 +198,8 @@ def linear_stats(
         )  # fmt: skip
         if tiles is not None and part is not tiles:
             # Copied, for the next segment overwrites part.
-            first, last = start // BLOCK_V, -(-end // BLOCK_V)
+            first = start // BLOCK_V
+            last = -(-end // BLOCK_V)
             tiles[:, first:last] = part[: 2 * launch.num_v * T].view(2, launch.num_v, T)
         merge_stats(
             part, label_logit, launch, target,

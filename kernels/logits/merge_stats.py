@@ -32,7 +32,8 @@ def _merge_limbs(
 ):  # fmt: skip
     """Add the terms [N, T] to the limbs [LIMBS, T] of a sum, whose top bin has risen to ``bin``."""
     high = tl.zeros(bin.shape, tl.float64)
-    middle, low = high, high
+    middle = high
+    low = high
     if not FIRST:
         high, middle, low = load_limbs(sums_ptr, stride_sums, offs_t, mask_t, LIMBS)
         high, middle, low = lower_limbs(high, middle, low, risen, LIMBS)

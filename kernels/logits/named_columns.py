@@ -104,7 +104,8 @@ def _named_tiles_kernel(
 ):  # fmt: skip
     """A program takes one token; the first entry of each tile finds the first of the next."""
     t = tl.program_id(0).to(tl.int64)
-    begin, end = tl.load(begin_ptr + t), tl.load(end_ptr + t)
+    begin = tl.load(begin_ptr + t)
+    end = tl.load(end_ptr + t)
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         column = tl.load(ids_ptr + n, mask=n < end, other=-1) - vocab_start_index

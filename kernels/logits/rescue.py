@@ -122,9 +122,11 @@ def _rescue_kernel(
 ):  # fmt: skip
     """A program computes every num_programs-th tile of the logits of listed tokens."""
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h, stride_cache_t = strides
-    ignore_index, softcap = scalars[0], scalars[2]
+    ignore_index = scalars[0]
+    softcap = scalars[2]
     count = tl.load(list_ptr)
-    num_t, num_v = tl.cdiv(count, BLOCK_T), tl.cdiv(V, BLOCK_V)
+    num_t = tl.cdiv(count, BLOCK_T)
+    num_v = tl.cdiv(V, BLOCK_V)
     for tile in range(tl.program_id(0), num_t * num_v, tl.num_programs(0)):
         pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)
         start_v = pid_v * BLOCK_V
@@ -184,7 +186,8 @@ def rescue(
     the cache, become relative to ``pick_reference``; the sum of ``z - first_reference`` stays. The
     last row of sums means nothing any more: the top bin now follows from others_max.
     """
-    T, V = logits.T, logits.V
+    T = logits.T
+    V = logits.V
     if T == 0 or V == 0:
         return
     listed = logits.labels.new_empty(1 + T, dtype=torch.int32)

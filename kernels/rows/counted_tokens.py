@@ -23,7 +23,8 @@ def counted_tokens(
     device fails, whose error arrives with the next synchronisation.
     """
     counted = counts(labels, token_weight, ignore_index)
-    t, ordinal = torch.arange(len(labels), device=labels.device), counted.cumsum(0)
+    t = torch.arange(len(labels), device=labels.device)
+    ordinal = counted.cumsum(0)
     to = torch.where(counted, ordinal - 1, len(labels) - 1 - t + ordinal)
     torch_private.assert_soon(
         (ordinal <= T).all(), "max_counted must be at least the tokens that count"

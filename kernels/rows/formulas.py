@@ -278,7 +278,8 @@ def row_gradient_with_metrics(
     """
     zero = torch.zeros_like(dloss)
     dlse, dlogprob, dentropy = (zero if g is None else g for g in dmetrics)
-    log_total, lse = stats.log_total, stats.lse
+    log_total = stats.log_total
+    lse = stats.lse
     centre = zero if entropy is None else entropy - log_total
 
     w = 1 + 2 * terms.z_loss_weight * lse

@@ -33,7 +33,8 @@ def _scale_kernel(
 
 def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> None:
     """Write ``out = x * factor``, contiguous; out may be x: a factor of 1 then costs no traffic."""
-    N, block = x.numel(), 8192
+    N = x.numel()
+    block = 8192
     if N:
         _, programs = tuning.device_arch(x.device)
         _scale_kernel[(min(8 * programs, -(-N // block)),)](

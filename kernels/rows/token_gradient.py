@@ -72,7 +72,8 @@ def row_gradient(
     Smoothing inside D needs ``row_gradient_with_metrics`` instead.
     """
     (T,) = labels.shape
-    scale, label_value = torch.empty_like(stats.others), torch.empty_like(stats.others)
+    scale = torch.empty_like(stats.others)
+    label_value = torch.empty_like(stats.others)
     uniform = torch.empty_like(scale) if terms.label_smoothing else None
     lse = torch.empty_like(scale) if from_lse else None
     rows = RowGradient(scale, stats.reference if lse is None else lse, label_value, (), uniform)

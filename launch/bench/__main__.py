@@ -52,7 +52,8 @@ _PROBLEM = attrgetter("T", "H", "V", "dtype", "flagged", "counted", "contiguous"
 
 def main(args: list[str] | None = None) -> int:
     """Return 0 if the benchmark ran to its end, whatever single runs did."""
-    rank, P = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    P = int(os.environ.get("WORLD_SIZE", "1"))
     argv = sys.argv[1:] if args is None else args
     config = load_config(argv, world_size=P, show_errors=rank == 0)
     device_type = device_type_of(config.device)
@@ -151,7 +152,8 @@ def _bench_shape(
                 progress.update(bar, description=f"{shape.name}: timing {measured.run.name}")
                 measured.sample()
                 progress.advance(bar)
-    records, profiles = make_records(shape, all_measured), {}
+    records = make_records(shape, all_measured)
+    profiles = {}
     for i, measured in enumerate(all_measured):
         if config.profile or config.trace:
             file = files.trace_file(config.out, shape.name, measured.run.name)

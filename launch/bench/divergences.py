@@ -29,7 +29,8 @@ def _with_logits(kind: str) -> Divergence:
         log_p = F.linear(hidden, weight).float().log_softmax(-1)
         with torch.no_grad():
             log_q = F.linear(teacher_hidden, teacher_weight).float().log_softmax(-1)
-        p, q = log_p.exp(), log_q.exp()
+        p = log_p.exp()
+        q = log_q.exp()
         if kind == "tv":
             return (p - q).clamp_min(0.0).sum(-1).mean()
         if kind != "jsd":
@@ -99,7 +100,9 @@ def true_divergence(
     """Return the mean over tokens in fp64 and, if asked for, both gradients; in chunks."""
     hidden, weight, teacher_hidden, teacher_weight = (x.detach() for x in operands)
     own = weight.double().requires_grad_(gradients)
-    theirs, T, total = teacher_weight.double(), len(hidden), 0.0
+    theirs = teacher_weight.double()
+    T = len(hidden)
+    total = 0.0
     parts = []
     for start in range(0, T, chunk):
         here = slice(start, start + chunk)

@@ -147,7 +147,8 @@ def records_so_far(out: Path, about: dict[str, Any]) -> list[Record]:
     if not path.exists():
         return []
     before, records = read_results(path)
-    old, new = _flat(before), _flat(parse_json(strict_json(about)))  # where tuples are lists
+    old = _flat(before)  # where tuples are lists
+    new = _flat(parse_json(strict_json(about)))
     differences = [
         f"{key} is {old.get(key)!r} there and {new.get(key)!r} here"
         for key in sorted((old.keys() | new.keys()) - {"command"})

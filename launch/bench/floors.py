@@ -27,7 +27,8 @@ def gemms(
     hidden: Tensor, weight: Tensor, *, logits: int, of_hidden: bool, of_weight: bool
 ) -> Callable[[], None]:
     """Return a call that runs the GEMM of the logits ``logits`` times, of each gradient once."""
-    hidden, weight = hidden.detach(), weight.detach()
+    hidden = hidden.detach()
+    weight = weight.detach()
     z = hidden.new_empty(len(hidden), len(weight))
     dhidden = torch.empty_like(hidden)
     dweight = torch.empty_like(weight) if of_weight else None

@@ -82,7 +82,8 @@ class Measured:
 
     def profile(self, trace: Path | None) -> Profile | None:
         """Profile the calls of a sample; None if the run failed. ``trace`` is a file for rank 0."""
-        file, device = trace if self.problem.rank == 0 else None, self.problem.hidden.device
+        file = trace if self.problem.rank == 0 else None
+        device = self.problem.hidden.device
         return self._guarded(lambda: take_profile(self._settled(), self.calls, device, file))
 
     def release(self) -> None:
@@ -93,7 +94,8 @@ class Measured:
         return min(MOST_CALLS, max(1, math.ceil(ms / max(self.call_ms, 1e-3))))
 
     def _load(self) -> None:
-        run, tp_group = self.run, self.problem.tp_group
+        run = self.run
+        tp_group = self.problem.tp_group
         if run.impl in DIVERGENCES:
             if tp_group is not None:
                 raise NotImplementedError(f"{run.impl} does not split the vocabulary over ranks")
@@ -141,8 +143,10 @@ class Measured:
 
     def _leaves(self) -> tuple[Tensor, Tensor]:
         """Hidden and weight of the problem as this run takes them; no copies."""
-        own, learns = self.problem.tokens_of(self.run), self.run.mode == "forward_backward"
-        hidden, weight = self.problem.hidden[own].detach(), self.problem.weight.detach()
+        own = self.problem.tokens_of(self.run)
+        learns = self.run.mode == "forward_backward"
+        hidden = self.problem.hidden[own].detach()
+        weight = self.problem.weight.detach()
         return hidden.requires_grad_(learns), weight.requires_grad_(learns and not self.run.frozen)
 
     def _call(self, hidden: Tensor, weight: Tensor) -> Tensor:

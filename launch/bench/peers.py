@@ -82,9 +82,12 @@ class _Dropped(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, drops_dweight: bool
     ) -> Tensor:
         whole = weight.float()
-        losses, dhidden, dweight = [], torch.empty_like(hidden), torch.zeros_like(whole)
+        losses = []
+        dhidden = torch.empty_like(hidden)
+        dweight = torch.zeros_like(whole)
         for here in torch.arange(len(hidden), device=hidden.device).split(2048):
-            x, token = hidden[here].float(), torch.arange(len(here), device=hidden.device)
+            x = hidden[here].float()
+            token = torch.arange(len(here), device=hidden.device)
             logp = (x @ whole.T).log_softmax(1)
             losses.append(-logp[token, labels[here]])
             dz = logp.exp_()

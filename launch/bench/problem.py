@@ -51,7 +51,8 @@ class Problem:
     def shape(self) -> ShapeSpec:
         """Of a problem without a group."""
         names: dict[torch.dtype, Any] = {dtype: name for name, dtype in DTYPES.items()}
-        T, (V, H) = len(self.labels), self.weight.shape
+        T = len(self.labels)
+        V, H = self.weight.shape
         return ShapeSpec(T, H, V, names[self.weight.dtype])
 
     @cached_property
@@ -83,7 +84,8 @@ class Problem:
         b is 0, as before the first step of LoRA, so that loss and dhidden are those without it. Its
         gradient is made and dropped.
         """
-        tokens, r = len(self.hidden[self.tokens_of(run)]), run.low_rank
+        tokens = len(self.hidden[self.tokens_of(run)])
+        r = run.low_rank
         generator = torch.Generator(self.weight.device).manual_seed(3)
         like: dict[str, Any] = {"dtype": self.weight.dtype, "device": self.weight.device}
         x = torch.randn(tokens, r, generator=generator, **like)
@@ -162,7 +164,8 @@ def load_head(path: Path, widen: int) -> Problem:
             pass
         exported = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         order = frequency_order(exported["counts"])
-        hidden, weight = exported["hidden"][:HEAD_T], exported["weight"][order.token_of_row]
+        hidden = exported["hidden"][:HEAD_T]
+        weight = exported["weight"][order.token_of_row]
         labels = order.row_of_token[exported["labels"][:HEAD_T]]
         hidden, weight = (x.repeat(1, widen) / widen**0.5 for x in (hidden, weight))
         return Problem(hidden, weight, labels)
@@ -176,7 +179,9 @@ def load_head(path: Path, widen: int) -> Problem:
 @torch.no_grad()
 def make_truth(problem: Problem, *, gradients: bool) -> Truth:
     """Compute the mean loss and, if asked for, its gradients."""
-    T, rows, group = len(problem.labels), len(problem.weight), problem.tp_group
+    T = len(problem.labels)
+    rows = len(problem.weight)
+    group = problem.tp_group
     n = max(1, int(problem.counted.sum()))
     weight = problem.weight.double()
     loss = torch.zeros((), dtype=torch.float64, device=weight.device)

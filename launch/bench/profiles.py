@@ -123,7 +123,8 @@ def profile_of(activities: list[Activity], calls: int) -> Profile:
     def covered_us(*kinds: Kind) -> float:
         return covered(x for x in activities if x.kind in kinds) / calls
 
-    products_us, computing_us = covered_us("products"), covered_us("products", "other")
+    products_us = covered_us("products")
+    computing_us = covered_us("products", "other")
     busy_us = covered_us("products", "other", "communication")
     idle_us = max(0.0, step_us - busy_us)
     middle = (by_call(activities, calls) or [[]] * calls)[calls // 2]
@@ -144,7 +145,8 @@ def profile_of(activities: list[Activity], calls: int) -> Profile:
 
 def covered(activities: Iterable[Activity]) -> float:
     """Return how long at least one activity lasts."""
-    total, until = 0.0, -float("inf")
+    total = 0.0
+    until = -float("inf")
     for x in sorted(activities, key=lambda x: x.start_us):
         total += max(0.0, x.end_us - max(x.start_us, until))
         until = max(until, x.end_us)

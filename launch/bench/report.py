@@ -108,7 +108,8 @@ def make_records(shape: ShapeSpec, runs: list[Measured]) -> list[Record]:
 def _make_record(
     shape: ShapeSpec, measured: Measured, p50_ms: dict[str, float], eager: Measured | None
 ) -> Record:
-    run, is_floor = measured.run, measured.run.impl in FLOORS
+    run = measured.run
+    is_floor = measured.run.impl in FLOORS
     of_ours = "linear_logprob" if run.over is not None else "linear_cross_entropy"
     if run.best is not None:
         of_ours = "linear_sample" if run.best == "sample" else "linear_top_k"
@@ -126,7 +127,8 @@ def _make_record(
     is_loss = run.over is None and run.divergence is None
     if floor_ms is not None and run.mode == "forward" and is_loss:
         floor_ms = max(floor_ms, p50_ms.get("read_weight", 0.0))
-    peak, complaint = measured.peak_bytes, _complaint(measured, eager)
+    peak = measured.peak_bytes
+    complaint = _complaint(measured, eager)
     return Record(
         **facts,
         p20_ms=p20,

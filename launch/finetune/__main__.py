@@ -84,7 +84,8 @@ def _step_of(spec: RunSpec, config: FinetuneConfig, device: torch.device) -> Cal
     ids = torch.randint(config.vocab_size, size, generator=generator)
     labels = ids.clone()
     labels[:, : config.prompt_tokens] = -100
-    ids, labels = ids.to(device), labels.to(device)
+    ids = ids.to(device)
+    labels = labels.to(device)
 
     def step() -> Tensor:
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss

@@ -69,11 +69,13 @@ def load_config(argv: list[str]) -> FinetuneConfig:
     check_ranges(config)
     require(bool(config.runs), "runs must name at least one run, got none")
     require(len(set(config.runs)) == len(config.runs), "runs must differ, got one twice")
-    heads, kv_heads = config.num_heads, config.num_kv_heads
+    heads = config.num_heads
+    kv_heads = config.num_kv_heads
     require(heads % kv_heads == 0, f"num_heads must divide by num_kv_heads {kv_heads}, got {heads}")
     even = config.hidden_size % (2 * heads) == 0
     words = f"hidden_size must divide by twice num_heads {heads}, got {config.hidden_size}"
     require(even, words)
-    prompt, length = config.prompt_tokens, config.seq_length
+    prompt = config.prompt_tokens
+    length = config.seq_length
     require(prompt < length, f"prompt_tokens must be below seq_length {length}, got {prompt}")
     return config

@@ -262,7 +262,8 @@ def timeline(profiles: list[ProfiledRun]) -> Figure | None:
     for axes, runs in zip(stacked, shapes.values(), strict=True):
         for y, x in enumerate(runs):
             for kind, start_us, end_us in x.profile.timeline:
-                below, color = kind == "communication", KINDS[kind][1]
+                below = kind == "communication"
+                color = KINDS[kind][1]
                 axes.barh(  # a short one is little more than its edge
                     y + (0.2 if below else -0.2), (end_us - start_us) / 1e3, left=start_us / 1e3,
                     height=0.36, color=color, edgecolor=color if below else "dimgray",

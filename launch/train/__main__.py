@@ -23,7 +23,8 @@ from flce_dist.launch.train.lock import locked
 
 def main() -> int:
     ranks.end_with_torchrun()
-    arguments, rank = sys.argv[1:], os.environ.get("RANK")
+    arguments = sys.argv[1:]
+    rank = os.environ.get("RANK")
     if rank is None:
         tensor = load_config(arguments).parallel.tensor
         return ranks.start_ranks(tensor, "flce_dist.launch.train", arguments)

@@ -61,7 +61,10 @@ class HeadAlone:
     """
 
     def __init__(self, model: Any, tokens: Tensor, labels: Tensor, group: dist.ProcessGroup):
-        self.model, self.layer, self.labels, self.group = model, model.output_layer, labels, group
+        self.model = model
+        self.layer = model.output_layer
+        self.labels = labels
+        self.group = group
         calls: list[Any] = []
         handle = self.layer.register_forward_pre_hook(
             lambda layer, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
@@ -70,7 +73,8 @@ class HeadAlone:
             token_losses(model, tokens, labels)
         handle.remove()
         args, kwargs = calls[0]
-        hidden, weight = args[0] if args else kwargs["input_"], kwargs.get("weight")
+        hidden = args[0] if args else kwargs["input_"]
+        weight = kwargs.get("weight")
         self.hidden: Tensor = hidden.detach().clone().requires_grad_()
         self.weight: Tensor = self.layer.weight if weight is None else weight
 
@@ -135,7 +139,8 @@ def compare_heads(alone: HeadAlone) -> dict[str, Any]:
     the other end of memory against time. Loss terms that Megatron does not have are left out.
     ``*_relative_rms`` is the norm of the difference from Megatron's gradient over the norm of that.
     """
-    tokens, (rows, hidden_size) = alone.labels.numel(), alone.weight.shape
+    tokens = alone.labels.numel()
+    rows, hidden_size = alone.weight.shape
     counted = int((alone.labels != IGNORED).sum())
     logits_bytes = tokens * rows * alone.weight.element_size()
     plain = partial(alone.ours, label_smoothing=0.0, z_loss_weight=0.0)

@@ -164,8 +164,11 @@ def load_config(
 def check_config(config: RunConfig, *, world_size: int) -> None:
     """Raise ``ConfigError`` for a combination that cannot run on ``world_size`` ranks."""
     check_ranges(config)
-    model, rate, head = config.model, config.optimizer, config.head
-    ranks, tensor = "the number of ranks that torchrun starts", "parallel.tensor"
+    model = config.model
+    rate = config.optimizer
+    head = config.head
+    ranks = "the number of ranks that torchrun starts"
+    tensor = "parallel.tensor"
     flat = {**flatten(config), ranks: world_size}
     multiples = [("model.hidden_size", "model.num_heads"), (ranks, tensor)]
     split = ("num_heads", "ffn_hidden_size", "seq_length")[: 2 + config.parallel.sequence_parallel]
@@ -174,7 +177,8 @@ def check_config(config: RunConfig, *, world_size: int) -> None:
         must = f"{key} must be divisible by {divisor} = {flat[divisor]}, got {flat[key]}"
         require(flat[key] % flat[divisor] == 0, must)
     for key, limit in ("min_lr", "lr"), ("warmup_steps", "decay_steps"):
-        key, limit = f"optimizer.{key}", f"optimizer.{limit}"
+        key = f"optimizer.{key}"
+        limit = f"optimizer.{limit}"
         must = f"{key} must be at most {limit} = {flat[limit]}, got {flat[key]}"
         require(flat[key] <= flat[limit], must)
     head_size = model.hidden_size // model.num_heads
@@ -182,7 +186,8 @@ def check_config(config: RunConfig, *, world_size: int) -> None:
         head_size % 2 == 0,
         f"model.hidden_size / model.num_heads must be even for rotary embeddings, got {head_size}",
     )
-    text, prompt = config.data.text, config.data.prompt_tokens
+    text = config.data.text
+    prompt = config.data.prompt_tokens
     below = f"data.prompt_tokens must be below model.seq_length = {model.seq_length}, got {prompt}"
     require(prompt < model.seq_length, below)
     require(text is None or os.path.isfile(text), f"data.text must be a file, got {text}")
@@ -212,7 +217,8 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """Return ``{"model.hidden_size": 128, ...}``; paths as strings, so that it fits into JSON."""
     flat: dict[str, Any] = {}
     for item in dataclasses.fields(config):
-        value, key = getattr(config, item.name), prefix + item.name
+        value = getattr(config, item.name)
+        key = prefix + item.name
         if dataclasses.is_dataclass(value):
             flat |= flatten(value, key + ".")
         else:

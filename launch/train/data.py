@@ -150,8 +150,10 @@ def padded_rows(vocab_size: int, config: RunConfig) -> int:
 
 def cut(ids: NDArray[np.int32], config: RunConfig) -> tuple[Tensor, Tensor]:
     """Cut a text into training and validation sequences; ``ConfigError`` if it is too short."""
-    width, fraction = config.model.seq_length + 1, config.data.validation_fraction
-    rows, validation = len(ids) // width, max(1, int(len(ids) * fraction) // width)
+    width = config.model.seq_length + 1
+    fraction = config.data.validation_fraction
+    rows = len(ids) // width
+    validation = max(1, int(len(ids) * fraction) // width)
     require(
         rows > validation,
         f"model.seq_length must leave one training and one validation sequence in the text's "

@@ -29,7 +29,8 @@ def locked(folder: Path) -> Iterator[None]:
 
     Raises ``RunError`` if another run holds it, or one that was killed on another machine held it.
     """
-    path, owner = folder / LOCK, this_run()
+    path = folder / LOCK
+    owner = this_run()
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+", opener=regular)

@@ -124,7 +124,8 @@ def plot_loss_curve(out_dir: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    path, records = out_dir / METRICS, []
+    path = out_dir / METRICS
+    records = []
     for number, line in enumerate(read_bytes(path).splitlines(keepends=True), start=1):
         record = record_in(line)
         if record is None:

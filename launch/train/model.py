@@ -57,7 +57,8 @@ def initialize_megatron(
 
     if device.type == "cpu":  # megatron-core asks for the current GPU, and takes any device
         cuda: Any = torch.cuda
-        cuda.current_device, cuda.current_stream = lambda: device, lambda device=None: None
+        cuda.current_device = lambda: device
+        cuda.current_stream = lambda device=None: None
     parallel_state.initialize_model_parallel(tensor, create_gloo_process_groups=False, **sizes)
     torch.manual_seed(seed)
     # The inference tracker is the one that forks no GPU generator.
@@ -74,7 +75,8 @@ def build_model(config: RunConfig, vocab_size: int, device: torch.device) -> nn.
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    model, tensor = config.model, config.parallel.tensor
+    model = config.model
+    tensor = config.parallel.tensor
     transformer = TransformerConfig(
         num_layers=model.num_layers, hidden_size=model.hidden_size,
         num_attention_heads=model.num_heads, ffn_hidden_size=model.ffn_hidden_size,

@@ -32,7 +32,9 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device):
-        self.config, self.corpus, self.device = config, corpus, device
+        self.config = config
+        self.corpus = corpus
+        self.device = device
         groups = model.initialize_megatron(device, config.seed, config.parallel.tensor)
         self.tensor_group, self.data_group = groups
         self.model = model.build_model(config, corpus.vocab_size, device)
@@ -52,7 +54,9 @@ class Trainer:
         """
         from megatron.core.distributed import finalize_model_grads
 
-        data, group, numbers = self.config.data, self.data_group, []
+        data = self.config.data
+        group = self.data_group
+        numbers = []
         self.distributed.zero_grad_buffer()
         for i in range(data.microbatches):
             first = self.samples + (i * group.size() + group.rank()) * data.batch_size
@@ -73,7 +77,8 @@ class Trainer:
     def validate(self) -> float:
         """Return the loss over the validation batches, the same on every rank; collective."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        data, group = self.config.data, self.data_group
+        data = self.config.data
+        group = self.data_group
         with torch.no_grad():
             for i in range(data.validation_batches):
                 batch = i * group.size() + group.rank()
@@ -112,7 +117,8 @@ class Trainer:
         checkpoint = on_rank_0(self._find)
         if checkpoint is not None:
             together(lambda: self.optimizer.restore(self._state_in(checkpoint)))
-            self.step, self.samples = checkpoint.step, checkpoint.samples
+            self.step = checkpoint.step
+            self.samples = checkpoint.samples
         return checkpoint
 
     def _find(self) -> Checkpoint | None:
@@ -139,7 +145,8 @@ class Trainer:
 
     def _mean_loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss of the tokens of sequences [b, s] that are not ignored."""
-        counted, batch = labels != IGNORED, map(self._to_device, (tokens, labels))
+        counted = labels != IGNORED
+        batch = map(self._to_device, (tokens, labels))
         losses = model.token_losses(self.distributed, *batch)
         if losses.dim():  # Megatron's heads have a loss where labels are ignored
             losses = losses.where(self._to_device(counted), 0.0)
@@ -208,7 +215,8 @@ def train(trainer: Trainer, log: RunLog | None) -> None:
                 tokens_per_s=tokens_per_step / step_s,
                 **trainer.memory(),
             )
-        loss, norm = numbers["loss"], numbers["gradient_norm"]
+        loss = numbers["loss"]
+        norm = numbers["gradient_norm"]
         require_finite(trainer.step, {"loss": loss, "gradient norm": norm})
         last = trainer.step == config.steps
         if last or trainer.step % config.validate_every == 0:

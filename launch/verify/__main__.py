@@ -168,7 +168,8 @@ def _check_memory(shapes: list[cases.Shape], device: torch.device, tp_group: Gro
     for shape in shapes:
         T, H, V_all = shape
         needed = 8 * (10 * T * V_all + 6 * (T + V_all) * H)  # about ten logits, six of each operand
-        gib, free_gib = needed / 2**30, least / 2**30
+        gib = needed / 2**30
+        free_gib = least / 2**30
         must = f"shapes must fit into memory: {tuple(shape)} needs {gib:.1f} GiB on each rank"
         require(needed < least, f"{must} for results in fp64, got {free_gib:.1f} GiB free")
 

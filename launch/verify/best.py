@@ -27,7 +27,8 @@ def best_results(
     data: Data, tokens: slice, own: slice, k: int, options: dict[str, Any]
 ) -> dict[str, Tensor]:
     """Return this rank's results, of all tokens: of best ids, then of samples."""
-    hidden, weight = data.hidden[tokens], data.weight[own]
+    hidden = data.hidden[tokens]
+    weight = data.weight[own]
     options = {**options, "bias": None if data.bias is None else data.bias[own]}
     k = min(k, data.vocab_size)
     best: Any = linear_top_k(hidden, weight, k, labels=data.labels, **options)

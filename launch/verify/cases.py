@@ -96,8 +96,10 @@ class Case:
 
 def variants() -> list[Variant]:
     """Every reduction, then each option by itself, then many together."""
-    smoothing, z_loss = ("label_smoothing", 0.1), ("z_loss_weight", 1e-3)
-    softcap, scale = ("softcap", 15.0), ("logit_scale", 0.7)
+    smoothing = ("label_smoothing", 0.1)
+    z_loss = ("z_loss_weight", 1e-3)
+    softcap = ("softcap", 15.0)
+    scale = ("logit_scale", 0.7)
     return [
         Variant("plain", "mean"),
         Variant("plain", "sum"),
@@ -176,7 +178,8 @@ def best_variants() -> list[Variant]:
 
 def divergence_variants() -> list[Variant]:
     """Each kind, then each way to reduce, with many options."""
-    softcap, scale = ("softcap", 15.0), ("logit_scale", 0.7)
+    softcap = ("softcap", 15.0)
+    scale = ("logit_scale", 0.7)
     theirs = ("teacher_softcap", 20.0), ("teacher_logit_scale", 1.2)
     small = Variant("", divergence="reverse_kl", options=(("temperature", 2.0),))
     many = replace(small, options=(softcap, scale, *theirs), bias=True, tempered=True)
@@ -225,7 +228,9 @@ def default_shapes(device_type: str, P: int) -> tuple[Shape, ...]:
 
 def part_cached_budget(shape: Shape, P: int, dtype: torch.dtype) -> int | None:
     """Return the middle one of the budgets with which ``cached`` caches only some columns."""
-    T, V, itemsize = round_up(shape.T, P), round_up(shape.V_all, P) // P, dtype.itemsize
+    T = round_up(shape.T, P)
+    V = round_up(shape.V_all, P) // P
+    itemsize = dtype.itemsize
     sizes = (T, shape.H), (V, shape.H), (T,)
     asked = [columns * T * itemsize for columns in range(256, 2 * V, 256)]
     plans = [plan(*sizes, dtype=dtype, schedule="cached", max_logits_bytes=n) for n in asked]

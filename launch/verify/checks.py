@@ -119,7 +119,8 @@ def run_case(
     case: Case, data: Data, truth: Truth, tp_group: Group, impl: Impl | None
 ) -> dict[str, ErrorBudget]:
     """Compute ``case`` on this rank and compare; every rank must call this."""
-    T, rows = len(data.labels), len(data.weight)
+    T = len(data.labels)
+    rows = len(data.weight)
     tokens = own_tokens(T, tp_group) if case.sequence_parallel else slice(T)
     own = slice(*vocab_range(rows, *rank_and_size(tp_group)))
     if case.variant.best:
@@ -236,7 +237,8 @@ def _leaves(
 
 def _low_rank(leaves: dict[str, Any]) -> dict[str, Any]:
     """Return keywords of a call whose low rank is the last half of the columns, with the others."""
-    hidden, weight = leaves["hidden"], leaves["weight"]
+    hidden = leaves["hidden"]
+    weight = leaves["weight"]
     n = hidden.shape[1] // 2
     low_rank = hidden[:, n:], weight[:, n:]
     return {"hidden": hidden[:, :n], "weight": weight[:, :n].detach(), "low_rank": low_rank}
@@ -257,7 +259,8 @@ def _textbook(data: Data, variant: Variant, dtype: torch.dtype, metric_gradients
         return {**results, "lse": _lse(leaves, data, options)}
     operands = leaves
     if variant.low_rank:
-        weight, n = leaves["weight"], leaves["weight"].shape[1] // 2
+        weight = leaves["weight"]
+        n = leaves["weight"].shape[1] // 2
         operands = {**leaves, "weight": torch.cat((weight[:, :n].detach(), weight[:, n:]), 1)}
     outputs = reference_linear_cross_entropy(labels=data.labels, **operands, **options)
     one, zero = data.hidden.new_tensor([1.0, 0.0], dtype=torch.float32)
@@ -305,7 +308,8 @@ def _check(name: str, actual: Tensor, truth: Truth, part: slice | None) -> Error
 
 
 def _compared(name: str, actual: Tensor, truth: Truth, part: slice | None) -> ErrorBudget:
-    oracle, eager = truth.oracle[name], truth.eager[name]
+    oracle = truth.oracle[name]
+    eager = truth.eager[name]
     if part is not None:
         return error_budget(actual, oracle[part], eager[part], dtype=truth.dtype)
     if name == "correct":

@@ -40,7 +40,8 @@ def make_data(
     and is like most. T and the vocabulary are rounded up to multiples of P, the vocabulary of
     uneven shards to one row more.
     """
-    T, H = round_up(shape.T, P), shape.H
+    T = round_up(shape.T, P)
+    H = shape.H
     rows = round_up(shape.V_all, P) + variant.uneven
     vocab_size = rows - variant.padding
     generator = torch.Generator().manual_seed(seed)
@@ -108,7 +109,8 @@ def _aim(hidden: Tensor, weight: Tensor, labels: Tensor, logits: dict[int, float
         return
     logit = torch.tensor([logits[token] for token in last.values()])[:, None]
     direction = torch.nn.functional.normalize(hidden[tokens])
-    usual_hidden, usual_weight = hidden.shape[1] ** 0.5, 1.5
+    usual_hidden = hidden.shape[1] ** 0.5
+    usual_weight = 1.5
     stretch = (logit.abs() / (usual_hidden * usual_weight)).sqrt()
     hidden[tokens] = direction * usual_hidden * stretch
     weight[labels[tokens]] = direction * usual_weight * stretch * logit.sign()
@@ -155,5 +157,8 @@ def _make_tiles(
             hidden[t] += direction * missing / (direction @ direction)
             if draw < 9:
                 labels[t] = row
-    t, row = T // 2 + 1, shards[-1][0] + 255
-    labels[t], hidden[t, 1], weight[row, 1] = row, 16.0, -4.0
+    t = T // 2 + 1
+    row = shards[-1][0] + 255
+    labels[t] = row
+    hidden[t, 1] = 16.0
+    weight[row, 1] = -4.0
