@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
+from flce_dist import compiled
 from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.dtensor import localized
 from flce_dist.arguments.low_rank import with_low_rank
@@ -19,7 +20,6 @@ from flce_dist.arguments.options import (
 from flce_dist.arguments.passed import Arguments, in_callers_order, settled, tempered
 from flce_dist.arguments.prepare import counted_operands, prepare
 from flce_dist.arguments.rank_check import check_alike, refusals_told, told_if_unbound
-from flce_dist.core import compiled
 from flce_dist.core.autograd import differentiable, refuse_transforms
 from flce_dist.core.call import Call, LossWithMetrics, Operands
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from flce_dist.arguments import dtensor
+from flce_dist import state_dtensors
 
 if TYPE_CHECKING:
     from flce_dist.vocab_shard import VocabShard
@@ -109,7 +109,7 @@ def _whole_of(key: str, x: Any, shard: "VocabShard", parameter: Tensor) -> Any:
             "or save optimizer.state of each rank in a file of its own"
         )
     assert shard.tp_group is not None
-    return dtensor.whole_of_rows(x, shard.padded_vocab_size, shard.tp_group)
+    return state_dtensors.whole_of_rows(x, shard.padded_vocab_size, shard.tp_group)
 
 
 def _own_state(shard: "VocabShard", parameter: Any, state: Any) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flce_dist import optimizer_state
-from flce_dist.arguments import dtensor, values
+from flce_dist import optimizer_state, state_dtensors
+from flce_dist.arguments import values
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 
@@ -72,7 +72,7 @@ class VocabShard(nn.Module):
         if self.weight.is_meta:
             return
         seed = self._shared_seed()
-        weight, (rows, columns) = dtensor.local_part(self.weight)
+        weight, (rows, columns) = state_dtensors.local_part(self.weight)
         start, end = (self.vocab_range[0] + row for row in (rows.start, rows.stop))
         with torch.random.fork_rng(devices=[]):
             for first in range(start - start % _BLOCK_ROWS, end, _BLOCK_ROWS):
@@ -90,7 +90,7 @@ class VocabShard(nn.Module):
     def _shared_seed(self) -> int:
         """Draw 32 bits from the default generator, the same on all ranks."""
         seed = torch.randint(2**32, (1,), dtype=torch.int64, device="cpu")
-        for group in (self.tp_group, *dtensor.groups_of(self.weight)):
+        for group in (self.tp_group, *state_dtensors.groups_of(self.weight)):
             seed = seed.to(collectives.message_device(self.weight, group))
             collectives.all_reduce_max(seed, group)
         return int(seed)
@@ -119,7 +119,7 @@ class VocabShard(nn.Module):
         if self.tp_group is None:
             return
         for name, _ in self.named_parameters(recurse=False):
-            destination[prefix + name] = dtensor.whole_of_rows(
+            destination[prefix + name] = state_dtensors.whole_of_rows(
                 destination[prefix + name], self.padded_vocab_size, self.tp_group
             )
 
@@ -135,16 +135,16 @@ class VocabShard(nn.Module):
 
     def own_part(self, value: Any, parameter: nn.Parameter) -> Any:
         """Return this rank's part of a parameter's value; a value of a wrong size unchanged."""
-        _, place = dtensor.local_part(parameter)
+        _, place = state_dtensors.local_part(parameter)
         rows, *columns = place
         start = self.vocab_range[0]
         shape = parameter.shape
         of_whole = (slice(start + rows.start, start + rows.stop), *columns)
         is_whole = value.shape == (self.padded_vocab_size, *shape[1:])
         if isinstance(value, DTensor):
-            part, place_of_part = dtensor.local_part(value)
+            part, place_of_part = state_dtensors.local_part(value)
             fits = is_whole and (place_of_part == of_whole or not part.numel())
         else:
             fits = is_whole or value.shape == shape
             part = value[of_whole if is_whole else place] if fits else value
-        return dtensor.in_kind(part, parameter) if fits else value
+        return state_dtensors.in_kind(part, parameter) if fits else value

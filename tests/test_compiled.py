@@ -14,7 +14,7 @@ from torch.library import opcheck
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.arguments.options import LossOptions
-from flce_dist.core.compiled import values_of
+from flce_dist.compiled import values_of
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.testing import relative_rms
 from tests.problems import DTYPES, device_of, everywhere, pairwise

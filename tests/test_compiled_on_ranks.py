@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 from flce_dist import linear_cross_entropy
-from flce_dist.arguments.dtensor import local_part
+from flce_dist.state_dtensors import local_part
 from flce_dist.testing import relative_rms
 from tests.parallel_checks import layered
 from tests.parallel_problem import UNEVEN, Problem, rank_step

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from flce_dist import api, linear_cross_entropy
-from flce_dist.arguments import dtensor
+from flce_dist import state_dtensors
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms
 from tests.on_ranks import on_ranks
@@ -79,7 +79,7 @@ def step_rank(
             assert dx.device_mesh is x.device_mesh
             assert dx.placements == ((Partial(),) if share else x.placements)
         elif name != "hidden" and tp_group is not None:
-            dx = dtensor.whole_of_rows(dx, problem.n_rows, tp_group)
+            dx = state_dtensors.whole_of_rows(dx, problem.n_rows, tp_group)
         gradients.append(dx.full_tensor() if isinstance(dx, DTensor) else dx)
     return Outcome.of(loss, *gradients)
 

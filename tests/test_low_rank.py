@@ -14,8 +14,8 @@ from torch.library import opcheck
 
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.arguments.options import LossOptions
+from flce_dist.compiled import values_of
 from flce_dist.core import gradients
-from flce_dist.core.compiled import values_of
 from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.reference import reference_linear_cross_entropy

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from flce_dist.arguments import dtensor
+from flce_dist import state_dtensors
 from flce_dist.module import LinearCrossEntropy
 from flce_dist.parallel.vocab import vocab_range
 from tests.module_layouts import (
@@ -224,7 +224,7 @@ def test_checkpoint_reshards(group, checkpoints, saved, layout):
     for assign in (False, True):
         fresh = heads(layout, seed=2, on_meta=assign)
         fresh.load_state_dict(state, assign=assign)
-        lengths = [len(dtensor.local_part(p)[0]) for p in fresh.parameters()]
+        lengths = [len(state_dtensors.local_part(p)[0]) for p in fresh.parameters()]
         assert lengths[:2] == [PADDED // (layout.tp * layout.fsdp)] * 2
         if layout in UNEVEN_ROWS:
             assert lengths[2:] == UNEVEN_ROWS[layout][group.rank()]

@@ -1,4 +1,4 @@
-"""DTensors as arguments and in state dicts.
+"""DTensors as arguments.
 
 The op and its collectives work on plain tensors. A DTensor argument is replaced by this rank's
 local tensor if its placements are those that the op expects; otherwise it is refused. Through
@@ -20,6 +20,7 @@ from flce_dist import torch_private
 from flce_dist.arguments.check_tensors import check_group
 from flce_dist.arguments.options import LossOptions
 from flce_dist.arguments.passed import Arguments
+from flce_dist.arguments.ways_out import IN_FORWARD_OF_FSDP
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 
@@ -30,10 +31,6 @@ _OF_ROWS = (
 _OF_TOKENS = (
     "for tokens that are split over data ranks pass hidden.to_local(), labels.to_local() and "
     "weight.to_local(grad_placements=...) with Partial() over these ranks"
-)
-IN_FORWARD_OF_FSDP = (
-    "call inside forward of the module that fully_shard was applied to, or in another method after "
-    "register_fsdp_forward_method: FSDP2 gathers parameters only there"
 )
 _OF_FSDP = (  # the ranks of whose mesh are no tp_group
     "FSDP2 has sharded it, also over ranks with other tokens: pass those of the same tokens as "
@@ -131,7 +128,7 @@ def local_of(
             fits &= mesh.size(d) == 1 or is_wanted
         if not fits or mesh.get_coordinate() is None:
             hint = _OF_FSDP if hint and torch_private.fsdp_sharding(x) else hint
-            where = "" if tp_group is None else f" over tp_group's ranks {_ranks(tp_group)}"
+            where = "" if tp_group is None else f" over tp_group's ranks {ranks_of(tp_group)}"
             raise ValueError(
                 f"{name} must be a plain tensor or a DTensor with {expected!r}{where} and "
                 f"replicated over other ranks, got {x.placements} on {mesh}"
@@ -150,13 +147,13 @@ def _dimension(mesh: DeviceMesh, tp_group: dist.ProcessGroup | None) -> int | No
     if tp_group is None or coordinate is None:
         return None
     for d in range(mesh.ndim):
-        same_ranks = _ranks(mesh.get_group(d)) == _ranks(tp_group)
+        same_ranks = ranks_of(mesh.get_group(d)) == ranks_of(tp_group)
         if same_ranks and coordinate[d] == dist.get_rank(tp_group):
             return d
     return None
 
 
-def _ranks(tp_group: dist.ProcessGroup) -> list[int]:
+def ranks_of(tp_group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(tp_group)
 
 
@@ -186,7 +183,7 @@ def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
     # Without the last dimension, tensor parallelism: torch 2.9 redistributes _StridedShard wrongly.
     of_data: list[Any] = [*x.placements[: data_mesh.ndim]]
     of_data = [p if p.is_replicate() else Shard(p.dim) for p in of_data]
-    part = _from_local(local, data_mesh, of_data, (end - start, *x.shape[1:]), x.stride())
+    part = from_local(local, data_mesh, of_data, (end - start, *x.shape[1:]), x.stride())
     whole = part.redistribute(placements=[Replicate()] * data_mesh.ndim, forward_dtype=dtype)
     return whole.to_local(grad_placements=[Partial()] * data_mesh.ndim)
 
@@ -207,50 +204,8 @@ class _Waited(torch.autograd.Function):
         return dx
 
 
-def _from_local(
+def from_local(
     local: Tensor, mesh: DeviceMesh, placements: Any, shape: Iterable[int], stride: Any
 ) -> DTensor:
     size = torch.Size(shape)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
-
-
-# --- state dicts
-
-
-def local_part(x: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """Return the local tensor of ``x`` and its slices of ``x``; all of a plain tensor."""
-    if not isinstance(x, DTensor):
-        return x, tuple(slice(0, n) for n in x.shape)
-    return x.to_local(), torch_private.place_of(x)
-
-
-def groups_of(x: Tensor) -> list[dist.ProcessGroup]:
-    """Return the group of each dimension of the mesh of ``x``; none for a plain tensor."""
-    return x.device_mesh.get_all_groups() if isinstance(x, DTensor) else []
-
-
-def whole_of_rows(x: Tensor, rows: int, tp_group: dist.ProcessGroup) -> DTensor:
-    """Return the DTensor of ``rows`` rows whose ``vocab_range`` on this rank is ``x``.
-
-    If FSDP2 has sharded ``x`` again, the dimensions of its mesh follow the group's. The meshes of
-    the group's ranks must differ only by an offset, as those of ``init_device_mesh`` do.
-    """
-    ranks = torch.tensor(_ranks(tp_group), device="cpu")
-    placements: list[Placement] = [Shard(0)]  # ceil(rows / P) rows each; the last shorter or empty
-    local, _ = local_part(x)
-    if isinstance(x, DTensor):
-        inner = x.device_mesh.mesh - dist.get_rank()
-        ranks = ranks.view(-1, *(1 for _ in inner.shape)) + inner
-        placements += x.placements
-    kind = local.device.type
-    names = tuple(f"dim {i}" for i in range(ranks.dim()))
-    groups = [tp_group, *groups_of(x)]
-    mesh = DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
-    return _from_local(local, mesh, placements, (rows, *x.shape[1:]), x.stride())
-
-
-def in_kind(local: Tensor, like: Tensor) -> Tensor:
-    """Return ``local``; if ``like`` is a DTensor, as one with its mesh and placements."""
-    if not isinstance(like, DTensor):
-        return local
-    return _from_local(local, like.device_mesh, like.placements, like.shape, like.stride())

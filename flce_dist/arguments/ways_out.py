@@ -5,6 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+IN_FORWARD_OF_FSDP = (
+    "call inside forward of the module that fully_shard was applied to, or in another method after "
+    "register_fsdp_forward_method: FSDP2 gathers parameters only there"
+)
+
 
 def reshaped(name: str, x: Tensor, shape: Sequence[int]) -> str:
     """Return the way out if x has another shape only in dimensions of 1, or in their order."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flce_dist import torch_private
-from flce_dist.arguments.dtensor import IN_FORWARD_OF_FSDP
+from flce_dist.arguments.ways_out import IN_FORWARD_OF_FSDP
 from flce_dist.core.call import (
     Backward,
     Call,
