@@ -13,8 +13,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from flce_dist import api, linear_cross_entropy
-from flce_dist import state_dtensors
+from flce_dist import api, linear_cross_entropy, state_dtensors
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms
 from tests.on_ranks import on_ranks
