@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flce_dist.core.call import Call
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, Window, new_window, part_of
-from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
+from flce_dist.kernels.rows.formulas import RowGradient
 from flce_dist.parallel.collectives import TokenGather
 
 
@@ -23,9 +23,9 @@ class Chunk(NamedTuple):
 
     tokens: tuple[int, int]
     labels: Tensor
-    stats: TokenStats
     rows: RowGradient
     cache: ColumnCache
+    cached_reference: Tensor | None  # [T] of cached exponentials; None if D is cached as it is
     gather: TokenGather | None  # None where nothing needs hidden
     logits: ShardLogits | None  # hidden may still be arriving
     window_v: int  # columns of D that are computed, or converted, at a time
@@ -40,6 +40,8 @@ class Chunk(NamedTuple):
 
     def rescales(self, call: Call) -> bool:
         """Whether cached columns are written once more before the GEMMs."""
+        if self.cached_reference is None:
+            return False
         return call.rescales_cache or self.contains_upstream
 
 
@@ -92,11 +94,11 @@ def _recompute(
 
 def _rescale(call: Call, chunk: Chunk, rows: RowGradient, window: Window, out: Tensor) -> None:
     """Multiply exponentials by the tokens' scales; in fp16 make them relative to lse."""
-    assert window.cached is not None
+    assert window.cached is not None and chunk.cached_reference is not None
     if rows.affine:
         change = rows.affine[0]
     else:
-        change = (chunk.stats.reference - rows.reference).exp()
+        change = (chunk.cached_reference - rows.reference).exp()
     labels = chunk.labels
     ignore_index = call.options.ignore_index
     call.kernels.scale_rows(window.cached, change, labels, ignore_index=ignore_index, out=out)

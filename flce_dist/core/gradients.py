@@ -292,7 +292,9 @@ def dweight_factor(
 
 def dbias_of(call: Call, chunk: Chunk, d: Tensor, rows: RowGradient) -> Tensor:
     """Return [W]: the bias gradient of the columns of ``d`` [T, W]."""
-    scale = torch.ones_like(rows.reference) if rows.scale is None else rows.scale
+    scale = rows.scale
+    if scale is None:
+        scale = d.new_ones(len(d), dtype=call.stats_dtype)
     counted = None if chunk.n_counted is None else product_of(call, chunk)
     dbias = gemm.weighted_row_sum(scale, d, counted)
     if rows.uniform is not None:

@@ -28,7 +28,7 @@ from flce_dist.divergence.pair import Pair, Teacher, TeacherOperands, ranges
 from flce_dist.divergence.taken import Taken
 from flce_dist.kernels.divergence.formulas import Measure, PairStats
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, new_window
-from flce_dist.kernels.rows.formulas import RowGradient, TokenStats, root_of_large, token_dloss
+from flce_dist.kernels.rows.formulas import RowGradient, root_of_large, token_dloss
 from flce_dist.parallel.collectives import TokenGather
 from flce_dist.parallel.counted import at_places, put_back
 from flce_dist.schedules.saved_gradients import (
@@ -228,13 +228,6 @@ class DivergenceRecomputed(Divergence):
         return gradients.finished()
 
 
-class _Chunk(Chunk):
-    """One whose D is complete."""
-
-    def rescales(self, call: Call) -> bool:
-        return False
-
-
 def _chunk(
     tokens: tuple[int, int],
     gather: TokenGather,
@@ -245,15 +238,15 @@ def _chunk(
 ) -> Chunk:
     """Return what ``Gradients`` adds: D [N, V], and the factors [N] that it lacks, if any."""
     part = logits.tokens(*tokens)
-    unused = torch.empty(part.T, dtype=part.stats_dtype, device=d.device)
+    unused = d.new_empty(len(d))  # since D is not made of it
     if scale is not None and size is not None:
         scale = scale * size
-    return _Chunk(
+    return Chunk(
         tokens=tokens,
         labels=part.labels,
-        stats=TokenStats(unused, unused, unused),
         rows=RowGradient(scale, unused, unused, (), None),
         cache=ColumnCache((d,)),
+        cached_reference=None,
         gather=gather,
         logits=part,
         window_v=max(1, part.V),

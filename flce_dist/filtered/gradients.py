@@ -158,7 +158,7 @@ class Filtered:
         stats = TokenStats(*of_tokens)
         rows = row_gradient(request, stats, norm, from_lse=True)
         # Without columns there is a share of zeros, for which the other ranks wait.
-        gradients, chunk = self.recompute.opened(request, stats, rows, None)
+        gradients, chunk = self.recompute.opened(request, stats.reference, rows, None)
         if not request.call.V:
             gradients.add(chunk)
         elif request.call.impl == "triton":

@@ -146,9 +146,9 @@ class InForward(Sizes):
                 dlogits = Chunk(
                     tokens=(first, last),
                     labels=logits.labels,
-                    stats=of_chunk,
                     rows=rows,
                     cache=part,
+                    cached_reference=of_chunk.reference,
                     gather=forward_pass.gather if reads_hidden else None,
                     logits=logits if reads_hidden else None,
                     window_v=self.window_v,

@@ -98,7 +98,7 @@ class Windows(Sizes):
         rows = row_gradient(request, stats, norm, entropy=entropy, from_lse=from_lse)
         if from_lse:
             rows = rows.half_folded()
-        gradients, chunk = self.opened(request, stats, rows, cache)
+        gradients, chunk = self.opened(request, stats.reference, rows, cache)
         if request.upstream.entropy is not None:
             again = _recomputed(request.upstream.entropy, call.T, chunk.n_counted)
             chunk = chunk._replace(again=again)
@@ -106,9 +106,12 @@ class Windows(Sizes):
         return closed(gradients, chunk)
 
     def opened(
-        self, request: Backward, stats: TokenStats, rows: RowGradient, cache: Tensor | None
+        self, request: Backward, reference: Tensor, rows: RowGradient, cache: Tensor | None
     ) -> tuple[Gradients, Chunk]:
-        """Return the sums of gradients, and the one chunk of dlogits that ``rows`` describes."""
+        """Return the sums of gradients, and the one chunk of dlogits that ``rows`` describes.
+
+        ``cache`` are exponentials relative to ``reference`` [T].
+        """
         call = request.call
         operands = request.operands
         assert operands is not None
@@ -128,9 +131,9 @@ class Windows(Sizes):
         chunk = Chunk(
             tokens=(0, call.T),
             labels=operands.labels,
-            stats=stats,
             rows=rows,
             cache=windows,
+            cached_reference=reference,
             gather=gather,
             logits=logits,
             window_v=self.window_v,

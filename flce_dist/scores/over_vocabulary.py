@@ -87,7 +87,7 @@ class OverVocabulary:
         operands = operands._replace(labels=unnamed.labels, inverse_temperature=inverse)
         gradients, chunk = self.windows.opened(
             request._replace(operands=operands),
-            TokenStats(unnamed.reference, unnamed.reference, unnamed.others),
+            unnamed.reference,
             rows,
             cache if factors.dentropy is None else None,
         )
