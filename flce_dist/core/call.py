@@ -126,8 +126,6 @@ class Schedule(Protocol):
     """Whether backward needs the operands again; they are then saved with the rest."""
     skips_ignored: ClassVar[bool]
     """Whether it leaves out tokens behind those that count, as ``skip_ignored`` asks."""
-    of_loss_only: ClassVar[bool]
-    """Whether gradients of metrics are refused."""
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
         """Return the loss, the metrics in the caller's order, and what backward needs."""

@@ -51,7 +51,6 @@ class Divergence:
 
     keeps_operands: ClassVar[bool] = False
     skips_ignored: ClassVar[bool] = True
-    of_loss_only: ClassVar[bool] = True
 
     def forward(
         self, call: Call, operands: Operands, teacher: TeacherOperands

@@ -114,7 +114,6 @@ class Filtered:
 
     keeps_operands: ClassVar[bool] = True
     skips_ignored: ClassVar[bool] = False
-    of_loss_only: ClassVar[bool] = True
 
     @property
     def _is_exact(self) -> bool:

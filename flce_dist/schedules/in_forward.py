@@ -54,7 +54,6 @@ class InForward(Sizes):
     lending: LentWindows = ()  # columns of the first chunk that lie in dweight's own memory
 
     keeps_operands: ClassVar[bool] = False
-    of_loss_only: ClassVar[bool] = True
 
     def chunks(self) -> list[tuple[int, int]]:
         """Return the token ranges (first, last) that are taken one after the other."""

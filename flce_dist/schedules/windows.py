@@ -63,7 +63,6 @@ class Windows(Sizes):
     """
 
     keeps_operands: ClassVar[bool] = True
-    of_loss_only: ClassVar[bool] = False
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
         forward_pass = Pass(call, operands)

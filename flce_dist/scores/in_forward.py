@@ -54,7 +54,6 @@ class OverVocabularyInForward:
 
     keeps_operands: ClassVar[bool] = False
     skips_ignored: ClassVar[bool] = True
-    of_loss_only: ClassVar[bool] = False
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
         forward_pass, ids = opened(call, operands)

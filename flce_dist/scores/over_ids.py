@@ -28,7 +28,6 @@ class OverIds:
 
     keeps_operands: ClassVar[bool] = True
     skips_ignored: ClassVar[bool] = True
-    of_loss_only: ClassVar[bool] = False
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
         forward_pass, ids = opened(call, operands)
