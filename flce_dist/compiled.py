@@ -26,6 +26,7 @@ from flce_dist.arguments.rank_check import check_alike
 from flce_dist.core.autograd import check_not_resharded, run_backward, run_forward
 from flce_dist.core.call import (
     Call,
+    Compilable,
     LossWithMetrics,
     Operands,
     Results,
@@ -149,7 +150,9 @@ def _fake_forward(*inputs):
         outputs += [new(scalar) for _ in range(_metrics(call.options) - 4)]  # of the schedule
     if not any(call.needs):
         return outputs
-    return outputs + _present(call.schedule.saved_like(call, operands), outputs[0])
+    schedule = call.schedule
+    assert isinstance(schedule, Compilable)
+    return outputs + _present(schedule.saved_like(call, operands), outputs[0])
 
 
 def _backward(dloss, dlse, dlogprob, dentropy, *inputs):

@@ -13,7 +13,7 @@ from flce_dist.arguments.check_options import (
     known_shards,
 )
 from flce_dist.arguments.passed import Arguments, check_passed
-from flce_dist.core.call import Call, Needs, Schedule
+from flce_dist.core.call import Call, Compilable, Needs, Schedule
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import largest_shard, real_rows
@@ -42,9 +42,8 @@ def new_call(
     check_impl(impl, hidden.dtype, hidden.device)
 
     converts = scores is not None
-    schedule = planned(arguments, T, needs, P, auto_in_forward, converts=converts, width=width)
-    if scores is not None:
-        schedule = scores(schedule)
+    of_loss = planned(arguments, T, needs, P, auto_in_forward, converts=converts, width=width)
+    schedule = of_loss if scores is None else scores(of_loss)
     vocab_size = V * P if options.vocab_size is None else options.vocab_size
     start, end = options.vocab_range or (rank * V, (rank + 1) * V)
     if options.tp_invariant:
@@ -74,7 +73,7 @@ def planned(
     auto_in_forward: bool,
     converts: bool,
     width: int | None = None,
-) -> Schedule:
+) -> Compilable:
     """Return the schedule; it ``converts`` if backward copies cached columns window by window.
 
     dweight has ``width`` columns, or those of weight.
@@ -106,7 +105,7 @@ def planned(
         dweight_row_bytes = (width * itemsize, width * max(4, itemsize))
     cancels = options.smoothing_cancels(hidden.dtype, vocab_size)
     few_in_fp16 = hidden.dtype == torch.float16 and vocab_size <= FEW_COLUMNS
-    schedule: Schedule = plan(
+    schedule: Compilable = plan(
         T=T,
         V=V,
         itemsize=max(2, hidden.element_size()),

@@ -36,7 +36,7 @@ class UnsizedSchedule(Protocol):
         """Raise NotImplementedError if the schedule does not support these options."""
 
     def sized(self, recompute: Any) -> Any:
-        """Return the ``Schedule`` of a call; ``recompute`` is what recomputing would take."""
+        """Return the ``Compilable`` of a call; ``recompute`` is what recomputing would take."""
 
 
 ScheduleOption = ScheduleName | UnsizedSchedule

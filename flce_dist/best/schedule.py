@@ -6,7 +6,6 @@ T = tokens of the tensor-parallel group, V = real vocabulary rows here, k = ids 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.parallel import collectives
 from flce_dist.parallel.counted import put_back
 from flce_dist.parallel.vocab import INVARIANT_ROWS
+from flce_dist.schedules.windows import Sizes
 
 _GRID = Grid(tile_t=128, tile_v=256, groups=1, programs=132)  # of an H100 or H200
 
@@ -136,7 +136,8 @@ class Sample:
 
 def _section_tokens(call: Call, k: int, *, counts: bool) -> int:
     """Return tokens of a section, from facts that all ranks share: what one launch takes."""
-    shared: Any = call.schedule  # planned for the largest even shard
+    shared = call.schedule  # planned for the largest even shard
+    assert isinstance(shared, Sizes)
     groups = _GRID.tile_v // INVARIANT_ROWS if call.options.tp_invariant else 1
     grid = _GRID._replace(groups=groups)
     return chunk_tokens(call.T, shared.V, k, counts=counts, grid=grid)

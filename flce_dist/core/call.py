@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -130,11 +130,16 @@ class Schedule(Protocol):
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
         """Return the loss, the metrics in the caller's order, and what backward needs."""
 
-    def saved_like(self, call: Call, operands: Operands) -> Saved:
-        """Return uninitialised tensors of the shapes and dtypes that ``forward`` saves."""
-
     def backward(self, request: Backward) -> Results:
         """Return the gradients that the call needs."""
+
+
+@runtime_checkable
+class Compilable(Schedule, Protocol):
+    """A schedule of the loss, which compiled code may take, too."""
+
+    def saved_like(self, call: Call, operands: Operands) -> Saved:
+        """Return uninitialised tensors of the shapes and dtypes that ``forward`` saves."""
 
 
 _registered: dict[str, UnsizedSchedule] = {}

@@ -77,9 +77,6 @@ class OverVocabularyInForward:
         saved = MeanSaved(mean, operands.weight, operands.offsets, inverse)
         return result, outputs, (*named, *unnamed, *saved)
 
-    def saved_like(self, call: Call, operands: Operands) -> Saved:
-        raise NotImplementedError("scores are not supported under torch.compile")
-
     def backward(self, request: Backward) -> Results:
         call = request.call
         saved = request.saved

@@ -38,9 +38,6 @@ class OverIds:
         z = collectives.all_reduce_sum(z, call.tp_group)
         return scored(call, operands, z, ids, None)
 
-    def saved_like(self, call: Call, operands: Operands) -> Saved:
-        raise NotImplementedError("scores are not supported under torch.compile")
-
     def backward(self, request: Backward) -> Results:
         call = request.call
         operands = request.operands

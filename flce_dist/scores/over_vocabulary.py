@@ -57,9 +57,6 @@ class OverVocabulary:
         unnamed = unnamed_saved(outputs, forward_pass.logits.labels, stats)
         return result, outputs, (*named, *unnamed, cache)
 
-    def saved_like(self, call: Call, operands: Operands) -> Saved:
-        raise NotImplementedError("scores are not supported under torch.compile")
-
     def backward(self, request: Backward) -> Results:
         call = request.call
         operands = request.operands
