@@ -113,7 +113,7 @@ class Sample:
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
         sections = sections_of(call, operands, (self.section_t,))
         drawn = [self._draw(section.call, logits) for section, logits in _gathered(sections)]
-        logprob, ids = (joined(parts, sections[0].P) for parts in zip(*drawn, strict=True))
+        logprob, ids = (joined(x, sections[0].parts) for x in zip(*drawn, strict=True))
         return logprob, (ids,), ()
 
     def _draw(self, call: Call, logits: ShardLogits) -> tuple[Tensor, Tensor]:
@@ -164,21 +164,21 @@ def _in_order(of_shard: list[ShardBest], sections: list[Section]) -> ShardBest:
     """Return what the passes leave of all tokens, in their order."""
     if len(of_shard) == 1:
         return of_shard[0]
-    P = sections[0].P
-    sums = joined([best.sums.T for best in of_shard], P).T.contiguous()
+    parts = sections[0].parts
+    sums = joined([best.sums.T for best in of_shard], parts).T.contiguous()
     return ShardBest(
-        joined([best.largest for best in of_shard], P),
+        joined([best.largest for best in of_shard], parts),
         sums,
         _joined([best.above for best in of_shard], sections),
         _joined([best.pairs for best in of_shard], sections),
     )
 
 
-def _joined(parts: list[Tensor | None], sections: list[Section]) -> Tensor | None:
-    present = [part for part in parts if part is not None]
-    if len(parts) == 1 or not present:
-        return parts[0]
-    return joined(present, sections[0].P)
+def _joined(of_sections: list[Tensor | None], sections: list[Section]) -> Tensor | None:
+    present = [x for x in of_sections if x is not None]
+    if len(of_sections) == 1 or not present:
+        return of_sections[0]
+    return joined(present, sections[0].parts)
 
 
 def _label_logits(call: Call, logits: ShardLogits) -> Tensor:

@@ -135,7 +135,7 @@ class Gradients:
 
     def begin(self, section: Section) -> None:
         """End the sum of the last section's dhidden over ranks, and begin that of this one."""
-        if section.P == 1:
+        if not section.is_cut:
             return
         self.accumulates = self.accumulates or section.rows.start > 0
         self.call = section.call

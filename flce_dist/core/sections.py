@@ -23,8 +23,13 @@ class Section(NamedTuple):
 
     call: Call
     operands: Operands
-    rows: slice  # of this rank's hidden states
-    P: int  # 1 if the call is not cut
+    rows: slice  # of this rank's hidden states, and of each part of tokens [T]
+    parts: int  # one of each rank, so P; 1 if the call is not cut
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the call has other sections, too."""
+        return self.parts > 1
 
     @property
     def is_later(self) -> bool:
@@ -33,7 +38,7 @@ class Section(NamedTuple):
 
     def of_tokens(self, x: Tensor) -> Tensor:
         """Return this section's [P n] of x [T]."""
-        return _cut(x, self.rows, self.P)
+        return _cut(x, self.rows, self.parts)
 
 
 def whole(call: Call, operands: Operands) -> Section:
@@ -80,15 +85,15 @@ def with_next(sections: Sequence[Section]) -> Iterator[tuple[Section, Section | 
     return zip(sections, [*sections[1:], None], strict=True)
 
 
-def joined(parts: Sequence[Tensor], P: int) -> Tensor:
+def joined(of_sections: Sequence[Tensor], parts: int) -> Tensor:
     """Return [T, ...] in the order of tokens from what belongs to each section; always a copy.
 
-    With P = 1 the parts simply follow one another.
+    ``parts`` is that of the sections; if it is 1 the tensors simply follow one another.
     """
-    if P == 1:
-        return torch.cat(list(parts))
-    of_ranks = [x.view(P, len(x) // P, *x.shape[1:]) for x in parts]
-    return torch.cat(of_ranks, 1).flatten(0, 1)
+    if parts == 1:
+        return torch.cat(list(of_sections))
+    by_part = [x.view(parts, len(x) // parts, *x.shape[1:]) for x in of_sections]
+    return torch.cat(by_part, 1).flatten(0, 1)
 
 
 def in_order_of_sections(x: Tensor, sections: Sequence[Section]) -> Tensor:
@@ -111,7 +116,8 @@ def _section(call: Call, operands: Operands, rows: slice, P: int) -> Section:
     return Section(replace(call, T=T, T_all=T), of_section, rows, P)
 
 
-def _cut(x: Tensor, rows: slice, P: int) -> Tensor:
-    if P == 1:
+def _cut(x: Tensor, rows: slice, parts: int) -> Tensor:
+    if parts == 1:
         return x
-    return x.view(P, len(x) // P)[:, rows].reshape(-1).contiguous()  # of one row it is a view
+    of_parts = x.view(parts, len(x) // parts)[:, rows]
+    return of_parts.reshape(-1).contiguous()  # of one row it is a view

@@ -122,15 +122,15 @@ def finished(
     metrics: list[Metrics],
     norm: Tensor | None = None,
     *,
-    P: int = 1,
+    parts: int = 1,
 ) -> tuple[Tensor, Metrics, Tensor | None]:
     """Reduce the losses of all chunks; return them, the metrics, and what a mean divides by.
 
     Losses and metrics of tokens are in the caller's order. ``norm`` is that of ``early_norm``, or
-    None if it is to be computed here. With P > 1 chunks are sections of P ranks' tokens.
+    None if it is to be computed here. ``parts`` is that of sections, if chunks are sections.
     """
     options = call.options
-    loss = losses[0] if len(losses) == 1 else joined(losses, P)
+    loss = losses[0] if len(losses) == 1 else joined(losses, parts)
     if options.reduction in ("none", OWN_SUM):
         loss = put_back(loss, operands.places, call.T_all)
     if options.reduction == OWN_SUM:
@@ -142,7 +142,7 @@ def finished(
     if not options.with_metrics:
         return loss, Metrics(), norm
     # Copies, also of one chunk: what an operator returns must not be what it saves.
-    in_order = (joined(parts, P) for parts in zip(*metrics, strict=True))
+    in_order = (joined(of_chunks, parts) for of_chunks in zip(*metrics, strict=True))
     lse, logprob, entropy, correct = (put_back(x, operands.places, call.T_all) for x in in_order)
     return loss, Metrics(lse, logprob, entropy, correct), norm
 

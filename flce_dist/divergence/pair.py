@@ -51,7 +51,7 @@ class TeacherOperands(NamedTuple):
     def of_section(self, section: Section) -> "TeacherOperands":
         """Return the operands of a section's tokens."""
         inverse = self.inverse_temperature
-        if section.P == 1:
+        if not section.is_cut:
             return self
         return self._replace(
             hidden=self.hidden[section.rows],

@@ -40,5 +40,5 @@ class Taken:
         return PairStats(*map(torch.cat, zip(*of_chunks, strict=True)))
 
     def _in_order(self, of_sections: list[list[Tensor]]) -> Tensor:
-        parts = [x[0] if len(x) == 1 else torch.cat(x) for x in of_sections]
-        return joined(parts, self.sections[0].P)
+        whole = [x[0] if len(x) == 1 else torch.cat(x) for x in of_sections]
+        return joined(whole, self.sections[0].parts)

@@ -97,8 +97,8 @@ class InForward(Sizes):
             return rows.half_folded() if call.is_from_lse else rows, None
 
         _, losses, metrics = self.add_chunks(sections, opened, gradients, of_loss)
-        P = sections[0].P
-        loss, of_tokens, _ = finished(call, operands, losses, metrics, norm, P=P)
+        parts = sections[0].parts
+        loss, of_tokens, _ = finished(call, operands, losses, metrics, norm, parts=parts)
         dhidden, dweight, dbias = gradients.finished(rounds_dbias=False)
         if dweight is not None:
             dweight = dweight.to(saved_dtype(call.dtype))
@@ -129,7 +129,7 @@ class InForward(Sizes):
             if following is not None:
                 forward_pass.gather.wait()  # ranks copy from the memory of one section at a time
                 upcoming = new_pass(following)
-            chunks = self.chunks() if section.P == 1 else [(0, call.T)]
+            chunks = [(0, call.T)] if section.is_cut else self.chunks()
             for first, last in chunks:
                 logits = forward_pass.logits.tokens(first, last)
                 if len(stats) < 2:  # chunks from the second on are of one size, but for the last
