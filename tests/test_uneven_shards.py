@@ -63,8 +63,7 @@ def test_a_smaller_shard_stays_within_the_budget_with_lent_windows(missing: int)
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
     weight = torch.empty(V - missing, H, **options)
     call: Any = SimpleNamespace(V=V - missing, cache_dtype=torch.bfloat16)
-    logits: Any = SimpleNamespace(T=T, H=H, weight=weight)
-    cache = chosen._chunk_cache(call, logits, torch.empty_like(weight), lends=True)
+    cache = chosen._chunk_cache(call, T, weight.device, torch.empty_like(weight))
     new = [x for x in cache.windows if x.untyped_storage().nbytes() != weight.nbytes]
     window = T * 2 * chosen.window_v if cache.width < V - missing else 0
     assert sum(x.untyped_storage().nbytes() for x in new) + window <= limit

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,14 @@ LentWindows = tuple[tuple[int, int], ...]  # (columns, row of dweight where they
 
 Factors = Callable[[TokenStats, ShardLogits, tuple[int, int]], tuple[RowGradient, Elements | None]]
 """What D of a chunk is made of, from its statistics, its logits and its range of tokens."""
+
+
+class OfChunk(NamedTuple):
+    """What the pass over a chunk's logits yields, of its tokens."""
+
+    stats: TokenStats
+    loss: Tensor
+    metrics: Metrics
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,9 @@ class InForward(Sizes):
             )
             return rows.half_folded() if call.is_from_lse else rows, None
 
-        _, losses, metrics = self.add_chunks(sections, opened, gradients, of_loss)
+        chunks = self.add_chunks(sections, opened, gradients, of_loss)
+        losses = [chunk.loss for chunk in chunks]
+        metrics = [chunk.metrics for chunk in chunks]
         parts = sections[0].parts
         loss, of_tokens, _ = finished(call, operands, losses, metrics, norm, parts=parts)
         dhidden, dweight, dbias = gradients.finished(rounds_dbias=False)
@@ -111,58 +121,75 @@ class InForward(Sizes):
         new_pass: Callable[[Section], Pass],
         gradients: Gradients,
         factors: Factors,
-    ) -> tuple[list[TokenStats], list[Tensor], list[Metrics]]:
-        """Add the gradients that ``factors`` make; return statistics, losses and metrics of chunks.
+    ) -> list[OfChunk]:
+        """Add the gradients that ``factors`` make; return what the pass over each chunk yields.
 
         ``new_pass`` starts to gather the hidden states of a section, which then travel while the
         section before is computed, and its label logits during the GEMMs of that one's gradients.
         """
-        stats: list[TokenStats] = []
-        losses = []
-        metrics = []
+        added: list[OfChunk] = []
         done = 0  # tokens of earlier sections
-        cache = ColumnCache()
+        is_first = True
+        cache: ColumnCache | None = None
         forward_pass = new_pass(sections[0])
+        device = forward_pass.logits.weight.device
         for section, following in with_next(sections):
             call = section.call
             upcoming = None
             if following is not None:
                 forward_pass.gather.wait()  # ranks copy from the memory of one section at a time
                 upcoming = new_pass(following)
-            chunks = [(0, call.T)] if section.is_cut else self.chunks()
-            for first, last in chunks:
-                logits = forward_pass.logits.tokens(first, last)
-                if len(stats) < 2:  # chunks from the second on are of one size, but for the last
-                    cache = part = ColumnCache()  # frees the last one before the next is allocated
-                    cache = self._chunk_cache(call, logits, gradients.dweight, lends=not stats)
-                part = cache.tokens(0, last - first)
-                of_chunk, loss = forward_pass.chunk_loss((first, last), part)
-                stats.append(of_chunk)
-                losses.append(loss)
-                metrics.append(forward_pass.metrics(of_chunk, (first, last)))
-                rows, elements = factors(of_chunk, logits, (done + first, done + last))
-                reads_hidden = call.needs.weight or part.width < call.V
-                dlogits = Chunk(
-                    tokens=(first, last),
-                    labels=logits.labels,
-                    rows=rows,
-                    cache=part,
-                    cached_reference=of_chunk.reference,
-                    gather=forward_pass.gather if reads_hidden else None,
-                    logits=logits if reads_hidden else None,
-                    window_v=self.window_v,
-                    elements=elements,
-                    n_counted=logits.n_counted,
-                )
+            for tokens in [(0, call.T)] if section.is_cut else self.chunks():
+                if cache is None:
+                    lender = gradients.dweight if is_first else None
+                    cache = self._chunk_cache(call, tokens[1] - tokens[0], device, lender)
+                of_chunk, dlogits = self._taken(forward_pass, tokens, cache, factors, done)
+                added.append(of_chunk)
+                if is_first:
+                    cache = None  # later chunks, of one size but for the last, share another
+                    is_first = False
                 if upcoming is not None:
-                    del forward_pass, logits  # and with them hidden states that nothing reads
-                    upcoming.begin_label_logits()
-                    forward_pass = upcoming
+                    forward_pass = upcoming  # frees hidden states, unless the gradients read them
+                    forward_pass.begin_label_logits()
                 gradients.begin(section)
                 gradients.add(dlogits)
-                del dlogits  # its cache is freed before the next is allocated
+                del dlogits  # the first cache is freed before the other is allocated
             done += call.T
-        return stats, losses, metrics
+        return added
+
+    def _taken(
+        self,
+        forward_pass: Pass,
+        tokens: tuple[int, int],
+        cache: ColumnCache,
+        factors: Factors,
+        done: int,
+    ) -> tuple[OfChunk, Chunk]:
+        """Take the statistics of a chunk, which leave D in ``cache``; return them and its D.
+
+        ``done`` tokens of earlier sections lie before those of the pass.
+        """
+        first, last = tokens
+        call = forward_pass.call
+        logits = forward_pass.logits.tokens(first, last)
+        cache = cache.tokens(0, last - first)
+        stats, loss = forward_pass.chunk_loss(tokens, cache)
+        metrics = forward_pass.metrics(stats, tokens)
+        rows, elements = factors(stats, logits, (done + first, done + last))
+        reads_hidden = call.needs.weight or cache.width < call.V
+        dlogits = Chunk(
+            tokens=tokens,
+            labels=logits.labels,
+            rows=rows,
+            cache=cache,
+            cached_reference=stats.reference,
+            gather=forward_pass.gather if reads_hidden else None,
+            logits=logits if reads_hidden else None,
+            window_v=self.window_v,
+            elements=elements,
+            n_counted=logits.n_counted,
+        )
+        return OfChunk(stats, loss, metrics), dlogits
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         def new(x: Tensor | None, dtype: torch.dtype, needed: bool) -> Tensor | None:
@@ -194,18 +221,20 @@ class InForward(Sizes):
         return times_upstream(request)
 
     def _chunk_cache(
-        self, call: Call, logits: ShardLogits, dweight: Tensor | None, *, lends: bool
+        self, call: Call, T: int, device: torch.device, lender: Tensor | None
     ) -> ColumnCache:
-        """Return windows for the exponentials of a chunk of tokens, lent ones first."""
-        T = logits.T
+        """Return windows for the exponentials of T tokens, first those that lie in ``lender``.
+
+        That is dweight of the first chunk, None of later ones.
+        """
         dtype = call.cache_dtype
         windows = []
-        lending = self.lending if lends and dweight is not None else ()
+        lending = () if lender is None else self.lending
         column_bytes = T * dtype.itemsize
         for columns, row in lending:
-            assert dweight is not None
-            flat = dweight.view(-1)
-            width = dweight.shape[1]
+            assert lender is not None
+            flat = lender.view(-1)
+            width = lender.shape[1]
             start = row * width
             # A shard with fewer rows than the plan holds fewer columns there.
             fitting = (call.V * width - start) * flat.element_size() // column_bytes
@@ -217,7 +246,7 @@ class InForward(Sizes):
         as_planned = lent == sum(columns for columns, _ in self.lending)
         columns = self.cached_columns(call.V, column_bytes, lent=lent, lent_as_planned=as_planned)
         if columns > lent:
-            windows.append(new_window(T, columns - lent, dtype, logits.weight.device))
+            windows.append(new_window(T, columns - lent, dtype, device))
         return ColumnCache(tuple(windows))
 
 

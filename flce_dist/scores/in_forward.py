@@ -66,9 +66,9 @@ class OverVocabularyInForward:
             return _mean_rows(stats, from_lse=call.is_from_lse), WithoutNamed(call, ids, *tokens)
 
         sections = [whole(call, operands)]
-        of_chunks, *_ = self.chunks.add_chunks(sections, lambda _: forward_pass, gradients, of_mean)
+        chunks = self.chunks.add_chunks(sections, lambda _: forward_pass, gradients, of_mean)
         z = collectives.all_reduce_sum(z, call.tp_group)
-        stats = _joined(of_chunks)
+        stats = _joined([chunk.stats for chunk in chunks])
         mean, _, _ = gradients.finished()
         assert mean is not None and operands.offsets is not None
         result, outputs, named = scored(call, operands, z, ids, stats)
