@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.core.gradients import Gradients
+from flce_dist.core.hidden_gradient import ChunkOfHidden
 from flce_dist.kernels.filtered import gpu as gpu_filter
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms, run_ranks
@@ -139,7 +139,7 @@ def test_the_sum_over_ranks_is_in_flight_during_the_last_dweight(mutate: Patch) 
 
     for name in ("add_kept_dhidden", "kept_dweight"):
         mutate(gpu_filter, name, partial(noting, name))
-    mutate(Gradients, "finish_dhidden", partial(noting, "finish_dhidden"))
+    mutate(ChunkOfHidden, "finish", partial(noting, "finish"))
 
     def step(group: dist.ProcessGroup) -> None:
         hidden, weight = (torch.randn(n, 8, requires_grad=True) for n in (200, 600))
@@ -150,7 +150,7 @@ def test_the_sum_over_ranks_is_in_flight_during_the_last_dweight(mutate: Patch) 
 
     run_ranks(step, 2)
     a_round = ["add_kept_dhidden", "kept_dweight"]
-    expected = [*a_round * 2, "add_kept_dhidden", "finish_dhidden", "kept_dweight"]
+    expected = [*a_round * 2, "add_kept_dhidden", "finish", "kept_dweight"]
     assert seen == {0: expected, 1: expected}
 
 

@@ -1,4 +1,4 @@
-"""Two GEMMs of each window of D, and sums over ranks.  T = tokens, V = rows here, H = hidden."""
+"""Two GEMMs of each window of D.  T = tokens, V = rows here, H = hidden size."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -8,13 +8,12 @@ from torch import Tensor
 
 from flce_dist.core.call import Accumulator, Backward, Call, Operands, Results
 from flce_dist.core.dlogits import Chunk, dlogits, split_columns
+from flce_dist.core.hidden_gradient import ChunkOfHidden, HiddenGradient
 from flce_dist.core.sections import Section
 from flce_dist.kernels import gemm
 from flce_dist.kernels.logits.operands import part_of, rows_of
 from flce_dist.kernels.rows import formulas
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
-from flce_dist.parallel import transport
-from flce_dist.parallel.collectives import TokenSum
 from flce_dist.parallel.counted import at_places
 
 
@@ -22,35 +21,6 @@ def new_dweight(weight: Tensor, dtype: torch.dtype) -> Accumulator:
     """Return a dweight [V, H] without values, contiguous whatever ``weight`` is."""
     out = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
     return Accumulator(out, False)
-
-
-def new_dhidden(
-    call: Call,
-    weight: Tensor,
-    places: Tensor | None = None,
-    *,
-    in_fp32: bool = False,
-    out: Tensor | None = None,
-) -> TokenSum:
-    """Return the sum of dhidden over ranks, with a buffer for this rank's share [T, H].
-
-    ``out``, if given, receives the sum of this rank's tokens.
-    """
-    return transport.token_sum(
-        (call.T, weight.shape[1]),
-        _share_dtype(call, in_fp32),
-        weight.device,
-        call.tp_group if call.reduces_dhidden else None,
-        sequence_parallel=call.options.sequence_parallel,
-        places=places,
-        T_all=call.T_all,
-        out=out,
-    )
-
-
-def _share_dtype(call: Call, in_fp32: bool) -> torch.dtype:
-    in_fp32 = in_fp32 or (call.options.reduce_in_fp32 and call.reduces_dhidden)
-    return call.stats_dtype if in_fp32 else call.dtype
 
 
 def row_gradient(
@@ -96,11 +66,8 @@ class Gradients:
 
     dweight, the accumulator's, is of all columns of weight or its last ones, and sums several
     chunks only in the accumulation dtype. Rows beyond V become 0, or stay if it ``accumulates``.
-    dbias and ``acc``, a chunk's dhidden [T, H], are in the dtype of statistics. So is dhidden in
-    fp16 if it ``precedes`` the upstream gradient, a loss scale: it may be below fp16's range.
-
-    Where a call is cut into ``sections``, each begins before its chunks are added, and the sum of
-    its dhidden over ranks overlaps the next one.
+    dbias is in the dtype of statistics. So is dhidden in fp16 if it ``precedes`` the upstream
+    gradient, a loss scale: it may be below fp16's range. ``sections`` are those of the call.
     """
 
     def __init__(
@@ -114,16 +81,11 @@ class Gradients:
     ):
         self.call = call
         self.weight = operands.weight
-        self.keeps_fp32 = precedes and call.dtype == torch.float16
-        self.dhidden: TokenSum | None = None
-        self.of_sections: Tensor | None = None  # dhidden of this rank's tokens, as it is returned
-        self.of_section: Tensor | None = None  # the rows whose sum is under way
-        if call.needs.hidden and len(sections) > 1:
-            dtype = call.stats_dtype if self.keeps_fp32 else call.dtype
-            self.of_sections = operands.hidden.new_empty(operands.hidden.shape, dtype=dtype)
-        elif call.needs.hidden:
-            places = operands.places
-            self.dhidden = new_dhidden(call, self.weight, places, in_fp32=self.keeps_fp32)
+        self.dhidden: HiddenGradient | None = None
+        if call.needs.hidden:
+            keeps_fp32 = precedes and call.dtype == torch.float16
+            is_cut = len(sections) > 1
+            self.dhidden = HiddenGradient(call, operands, keeps_fp32=keeps_fp32, is_cut=is_cut)
         self.dweight: Tensor | None
         self.dweight, self.accumulates = accumulator or (None, False)
         if self.dweight is not None and not self.accumulates and call.V < len(self.weight):
@@ -131,34 +93,19 @@ class Gradients:
         self.dbias: Tensor | None = None
         if call.needs.bias:
             self.dbias = self.weight.new_zeros(len(self.weight), dtype=call.stats_dtype)
-        self.acc: Tensor | None = None
 
-    def begin(self, section: Section) -> None:
-        """End the sum of the last section's dhidden over ranks, and begin that of this one."""
-        if not section.is_cut:
-            return
-        self.accumulates = self.accumulates or section.rows.start > 0
-        self.call = section.call
-        if self.of_sections is None:
-            return
-        self._end_section()
-        self.of_section = self.of_sections[section.rows]
-        in_fp32 = self.keeps_fp32
-        is_rounded = self.of_section.dtype != _share_dtype(section.call, in_fp32)
-        out = None if is_rounded else self.of_section
-        self.dhidden = new_dhidden(section.call, self.weight, in_fp32=in_fp32, out=out)
+    def add(self, chunk: Chunk, section: Section | None = None) -> None:
+        """Add all columns of a chunk; the sum of dhidden over ranks overlaps the last dweight.
 
-    def _end_section(self) -> None:
-        """Wait for a section's dhidden; round it where shares are wider than the gradient."""
-        if self.dhidden is None or self.of_section is None:
-            return
-        total = self.dhidden.wait()
-        if total.dtype != self.of_section.dtype:
-            self.of_section.copy_(total)
-
-    def add(self, chunk: Chunk) -> None:
-        """Add all columns of a chunk; the sum of dhidden over ranks overlaps the last dweight."""
+        The first chunk of a section begins the sum of the section's dhidden.
+        """
         call = self.call
+        adds = self.accumulates or chunk.tokens[0] > 0
+        if section is not None and section.is_cut:
+            call = section.call
+            adds = adds or section.is_later
+            if self.dhidden is not None and chunk.tokens[0] == 0:
+                self.dhidden.begin(section)
         windows = split_columns(call, chunk)
         cached = [w for w in windows if w.cached is not None and not chunk.rescales(call)]
         recomputed = windows[len(cached) :]
@@ -166,16 +113,19 @@ class Gradients:
         contains_scale = not cached and not call.is_from_lse
         rows = chunk.rows.folded() if contains_scale else chunk.rows
 
-        scratch = self.new_accumulator(chunk)
+        dhidden = self.dhidden_of(chunk, rows)
+        scratch = None if dhidden is None else dhidden.scratch
         product = product_of(call, chunk)
         reads_hidden_again = windows[-1].cached is None or chunk.again is not None
         in_place = contains_scale or not reads_hidden_again
         factor: tuple[Tensor, Tensor | None] | None = None  # of dweight, once hidden has arrived
 
         def add_dhidden(start: int, end: int, d: Tensor) -> None:
-            if self.acc is not None:
+            if dhidden is not None:
                 weight = rows_of(self.weight, start, end)
-                product(d, weight, sums_tokens=False, out=self.acc, adds=start > 0)
+                product(d, weight, sums_tokens=False, out=dhidden.acc, adds=start > 0)
+                if end == windows[-1].end and scratch is None:
+                    dhidden.finish()
 
         def add_parameters(start: int, end: int, d: Tensor) -> None:
             nonlocal factor
@@ -185,65 +135,27 @@ class Gradients:
                     factor = dweight_factor(call, chunk, rows, in_place, scratch, columns)
                 hidden, row = factor
                 out = rows_of(self.dweight, start, end)
-                adds = chunk.tokens[0] > 0 or self.accumulates
                 product(d, hidden, sums_tokens=True, row=row, out=out, adds=adds)
             if self.dbias is not None:
                 self.dbias[start:end] += dbias_of(call, chunk, d, rows)
 
         for start, end, d in dlogits(call, chunk, rows, cached):  # while hidden is being gathered
             add_dhidden(start, end, d)
-        if not recomputed and scratch is None:
-            self.finish_dhidden(chunk, rows)
         for start, end, d in dlogits(call, chunk, rows, cached):
             add_parameters(start, end, d)
         for start, end, d in dlogits(call, chunk, rows, recomputed):
             add_dhidden(start, end, d)
-            if end == windows[-1].end and scratch is None:
-                self.finish_dhidden(chunk, rows)
             add_parameters(start, end, d)
-        if scratch is not None:
-            self.finish_dhidden(chunk, rows)
+        if dhidden is not None and scratch is not None:
+            dhidden.finish()
 
-    def new_accumulator(self, chunk: Chunk) -> Tensor | None:
-        """Allocate dhidden's, and return a [T, H] that is scratch until dhidden is rounded."""
-        if self.dhidden is None:
-            return None
-        share = rows_of(self.dhidden.tokens, *chunk.tokens)
-        if self.keeps_fp32 and not self.call.reduces_dhidden:
-            self.acc = share
-            return None
-        self.acc = torch.empty_like(share, dtype=self.call.stats_dtype)
-        return None if self.call.reduces_dhidden else share
-
-    def finish_dhidden(self, chunk: Chunk, rows: RowGradient) -> None:
-        """Round the accumulator into this rank's share; after the last chunk start the sum."""
-        if self.dhidden is None:
-            return
-        assert self.acc is not None
-        call = self.call
-        plus = None
-        if rows.uniform is not None:
-            weight = self.weight[: call.V]
-            plus = rows.uniform, gemm.weighted_row_sum(rows.uniform.new_ones(len(weight)), weight)
-        self.dhidden.acquire()
-        out = rows_of(self.dhidden.tokens, *chunk.tokens)
-        ignore_index = call.options.ignore_index
-        call.kernels.scale_rows(
-            self.acc, rows.scale, chunk.labels, ignore_index=ignore_index, plus=plus, out=out
-        )
-        self.acc = None  # freed before the peers' shares get buffers
-        if chunk.tokens[1] == call.T:
-            self.dhidden.start()
+    def dhidden_of(self, chunk: Chunk, rows: RowGradient) -> ChunkOfHidden | None:
+        """Begin dhidden of a chunk, if it is needed; ``rows`` say which scales its D lacks."""
+        return None if self.dhidden is None else self.dhidden.of_chunk(chunk, rows)
 
     def finished(self, *, rounds_dbias: bool = True) -> Results:
         """Return the results; dhidden is summed over ranks, of this rank's tokens."""
-        if self.of_sections is not None:
-            self._end_section()
-            dhidden: Tensor | None = self.of_sections
-        else:
-            dhidden = None if self.dhidden is None else self.dhidden.wait()
-        if dhidden is not None and not self.keeps_fp32:
-            dhidden = dhidden.to(self.call.dtype)
+        dhidden = None if self.dhidden is None else self.dhidden.finished()
         dbias = self.dbias
         if dbias is not None and rounds_dbias:
             dbias = dbias.to(self.call.dtype)

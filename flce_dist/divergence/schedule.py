@@ -126,9 +126,7 @@ class Divergence:
                     del pair  # its logits, and the teacher's hidden states
                     if following is not None:
                         pair = self.pair(following, teacher, keeps_logits=True)
-                if first == 0:
-                    gradients.begin(section)
-                gradients.add(chunk)
+                gradients.add(chunk, section)
                 del chunk, d  # freed before the next is allocated
             done += T
 

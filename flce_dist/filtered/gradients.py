@@ -232,21 +232,22 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
 
     gather.wait()
     total = kernels.tile_profile(logits, rows.reference, kept, sample)
-    scratch = gradients.new_accumulator(chunk)
+    dhidden = gradients.dhidden_of(chunk, rows)
+    scratch = None if dhidden is None else dhidden.scratch
     profile, means, mass = kernels.rank_one(
-        logits, total, mass, scale_of_d, with_means=gradients.acc is not None
+        logits, total, mass, scale_of_d, with_means=dhidden is not None
     )
-    if gradients.acc is not None and means is not None:
-        gemm.add_matmul(gradients.acc, mass.T, means, first=True)
+    if dhidden is not None and means is not None:
+        gemm.add_matmul(dhidden.acc, mass.T, means, first=True)
     if dbias is not None:
         torch.mul(profile, of_tiles.repeat_interleave(TILE_V)[: logits.V], out=dbias)
     buffer = kernels.new_kept_buffer(logits, capacity)
     for turn in range(lists.rounds):
         d = kernels.kept_dlogits(logits, rows, scale_of_d, lists, turn, out=buffer)
-        if gradients.acc is not None:
-            kernels.add_kept_dhidden(d, weight, lists, turn, gradients.acc)
-        if turn == lists.rounds - 1 and scratch is None:
-            gradients.finish_dhidden(chunk, rows)
+        if dhidden is not None:
+            kernels.add_kept_dhidden(d, weight, lists, turn, dhidden.acc)
+            if turn == lists.rounds - 1 and scratch is None:
+                dhidden.finish()
         if gradients.dweight is not None:
             if turn == 0:
                 # Ignored rows of gathered hidden may be cleared in place: D of these rows is 0.
@@ -268,8 +269,8 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
             )
         if dbias is not None:
             kernels.add_kept_dbias(d, rows.scale, lists, turn, dbias)
-    if scratch is not None:
-        gradients.finish_dhidden(chunk, rows)
+    if dhidden is not None and scratch is not None:
+        dhidden.finish()
     if dbias is not None:
         if rows.uniform is not None:
             dbias += rows.uniform.sum()

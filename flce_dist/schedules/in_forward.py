@@ -151,8 +151,7 @@ class InForward(Sizes):
                 if upcoming is not None:
                     forward_pass = upcoming  # frees hidden states, unless the gradients read them
                     forward_pass.begin_label_logits()
-                gradients.begin(section)
-                gradients.add(dlogits)
+                gradients.add(dlogits, section)
                 del dlogits  # the first cache is freed before the other is allocated
             done += call.T
         return added

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved
-from flce_dist.core.gradients import Gradients, new_dhidden
+from flce_dist.core.gradients import Gradients
+from flce_dist.core.hidden_gradient import new_dhidden
 from flce_dist.core.sections import tokens_here, whole
 from flce_dist.kernels.ids.token_ids import TokenIds
 from flce_dist.kernels.logits.operands import ShardLogits, rows_of

@@ -71,15 +71,16 @@ def _gradients(request: Backward, ids: TokenIds, factor: Tensor) -> Results:
         gather.start()
     gradients = Gradients(call, operands, request.accumulator)
     if gradients.dhidden is not None:
-        gradients.dhidden.acquire()
+        total = gradients.dhidden.sum
+        total.acquire()
         kernels.dhidden_of_ids(
             factor,
             ids,
             rows_of(operands.weight, 0, call.V),
             vocab_start_index=start,
-            out=gradients.dhidden.tokens,
+            out=total.tokens,
         )
-        gradients.dhidden.start()
+        total.start()
     if not (call.needs.weight or call.needs.bias):
         return gradients.finished()
     entries = entries_by_id(ids, factor)
