@@ -224,6 +224,11 @@ class Call:
         return self.tp_group is not None and self.options.reduce_dhidden
 
     @cached_property
+    def is_fp16(self) -> bool:
+        """Whether the dtype is fp16: it ends at 65,504, so D is relative to lse in the GEMMs."""
+        return self.dtype == torch.float16
+
+    @cached_property
     def stats_dtype(self) -> torch.dtype:
         """Dtype of statistics and of accumulation: fp32, or fp64 for fp64 operands."""
         return torch.promote_types(self.dtype, torch.float32)
@@ -231,12 +236,7 @@ class Call:
     @cached_property
     def cache_dtype(self) -> torch.dtype:
         """Dtype of cached exponentials: up to exp(50), which bf16 holds and fp16 does not."""
-        return torch.bfloat16 if self.dtype == torch.float16 else self.dtype
-
-    @property
-    def is_from_lse(self) -> bool:
-        """Whether D is relative to lse in the GEMMs: fp16 must not pass 65,504."""
-        return self.dtype == torch.float16
+        return torch.bfloat16 if self.is_fp16 else self.dtype
 
     @cached_property
     def rescales_cache(self) -> bool:
@@ -247,7 +247,7 @@ class Call:
         this pass rounds D times the scale once, and with few tokens it costs little.
         """
         few = self.T <= _FEW_TOKENS
-        return self.dtype == torch.float16 or (self.dtype == torch.bfloat16 and few)
+        return self.is_fp16 or (self.dtype == torch.bfloat16 and few)
 
 
 def as_stored(x: Any) -> Any:

@@ -83,7 +83,7 @@ class Gradients:
         self.weight = operands.weight
         self.dhidden: HiddenGradient | None = None
         if call.needs.hidden:
-            keeps_fp32 = precedes and call.dtype == torch.float16
+            keeps_fp32 = precedes and call.is_fp16
             is_cut = len(sections) > 1
             self.dhidden = HiddenGradient(call, operands, keeps_fp32=keeps_fp32, is_cut=is_cut)
         self.dweight: Tensor | None
@@ -110,7 +110,7 @@ class Gradients:
         cached = [w for w in windows if w.cached is not None and not chunk.rescales(call)]
         recomputed = windows[len(cached) :]
         # D from forward lacks the tokens' scales; D that is computed now can contain them.
-        contains_scale = not cached and not call.is_from_lse
+        contains_scale = not cached and not call.is_fp16
         rows = chunk.rows.folded() if contains_scale else chunk.rows
 
         dhidden = self.dhidden_of(chunk, rows)

@@ -224,7 +224,7 @@ class Pair:
         student = self.student.tokens(first, last)
         scale = slope[first:last]
         size = None
-        if self.call.is_from_lse:
+        if self.call.is_fp16:
             # D and hidden times the size are both as far from fp16's least number as can be.
             largest = formulas.largest_probability(stats, self.measure) * scale.abs()
             size = power_of_two(largest.sqrt()).where(student.counted, 1.0)

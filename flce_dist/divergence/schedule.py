@@ -148,7 +148,7 @@ class DivergenceInForward(Divergence):
         self.add_groups(taken, teacher, gradients, slope, scale)
         results = _results(taken, operands, norm)
         dhidden, dweight, dbias = gradients.finished(rounds_dbias=False)
-        if dweight is not None and not call.is_from_lse:
+        if dweight is not None and not call.is_fp16:
             dweight = dweight.to(call.dtype)
         return *results, SavedGradients(late_norm, dhidden, dweight, dbias, None)
 
@@ -182,7 +182,7 @@ class DivergenceCached(Divergence):
         norm, d, size = request.saved
         assert operands is not None
         scale = _token_factor(call, operands, norm, request.upstream.loss)
-        if call.is_from_lse and call.needs.weight:
+        if call.is_fp16 and call.needs.weight:
             root = root_of_large(scale)
             scale = scale / root
             out = d if request.is_last else _new_d(call, (0, self.T), d.device)
@@ -301,7 +301,7 @@ def _factors(
     """
     slope = _slope(call, operands)
     scale = _token_factor(call, operands, norm, dloss)
-    if not call.is_from_lse:
+    if not call.is_fp16:
         return slope * scale, None
     large = root_of_large(scale).square()
     return slope * large, scale / large

@@ -196,7 +196,7 @@ def _add_dense(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     chunk.gather.wait()
     total = eager.tile_profile(logits, rows.reference, kept, sample)
     scale = rows.scale  # as in the other tiles of D
-    if gradients.call.is_from_lse:
+    if gradients.call.is_fp16:
         scale = root_of_large(scale)
         rows = rows.half_folded()
     elements = eager.RankOne(logits, total, kept, mass, scale)
@@ -225,7 +225,7 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
         of_tiles = gemm.weighted_row_sum(rows.scale, mass.T)
     scale_of_d = rows.scale
     rest = None
-    if call.is_from_lse:  # fp16 would flush D times a small one; dhidden is scaled at the end
+    if call.is_fp16:  # fp16 would flush D times a small one; dhidden is scaled at the end
         scale_of_d = root_of_large(rows.scale)
         rest = rows.scale / scale_of_d
     rows = rows._replace(scale=rest)

@@ -82,7 +82,7 @@ class InForward(Sizes):
         sections = self.sections(call, operands)
         if weights is not None:
             weights = in_order_of_sections(weights, sections)
-        rounds_once = len(self.chunks()) == len(sections) == 1 and not call.is_from_lse
+        rounds_once = len(self.chunks()) == len(sections) == 1 and not call.is_fp16
         accumulator = None
         if call.needs.weight:
             dtype = call.dtype if rounds_once else call.stats_dtype
@@ -99,10 +99,10 @@ class InForward(Sizes):
                 early,
                 None,
                 call.loss_terms,
-                from_lse=call.is_from_lse,
+                from_lse=call.is_fp16,
                 inverse_temperature=logits.inverse_temperature,
             )
-            return rows.half_folded() if call.is_from_lse else rows, None
+            return rows.half_folded() if call.is_fp16 else rows, None
 
         chunks = self.add_chunks(sections, opened, gradients, of_loss)
         losses = [chunk.loss for chunk in chunks]
@@ -199,7 +199,7 @@ class InForward(Sizes):
         labels = operands.labels
         reduction = call.options.reduction
         weighs = operands.token_weight is not None and reduction != "none"
-        late_norm = call.is_from_lse and (reduction == "mean" or weighs)
+        late_norm = call.is_fp16 and (reduction == "mean" or weighs)
         return SavedGradients(
             hidden.new_empty((), dtype=call.stats_dtype) if late_norm else None,
             new(hidden, saved_dtype(call.dtype), call.needs.hidden),

@@ -31,7 +31,7 @@ def factors_of_forward(
     """
     weights = operands.token_weight
     options = call.options
-    if not call.is_from_lse:
+    if not call.is_fp16:
         return weights, norm, None
     if weights is None or options.reduction == "none":  # there dhidden alone is made, in fp32
         return weights, None, norm

@@ -93,9 +93,8 @@ class Windows(Sizes):
         norm, cache, entropy, *of_tokens = WindowsSaved(*request.saved)
         call = request.call
         stats = TokenStats(*of_tokens)
-        from_lse = call.is_from_lse
-        rows = row_gradient(request, stats, norm, entropy=entropy, from_lse=from_lse)
-        if from_lse:
+        rows = row_gradient(request, stats, norm, entropy=entropy, from_lse=call.is_fp16)
+        if call.is_fp16:
             rows = rows.half_folded()
         gradients, chunk = self.opened(request, stats.reference, rows, cache)
         if request.upstream.entropy is not None:

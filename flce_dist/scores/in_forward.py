@@ -64,7 +64,7 @@ class OverVocabularyInForward:
         def of_mean(
             stats: TokenStats, logits: ShardLogits, tokens: tuple[int, int]
         ) -> tuple[RowGradient, WithoutNamed]:
-            return _mean_rows(stats, from_lse=call.is_from_lse), WithoutNamed(call, ids, *tokens)
+            return _mean_rows(stats, from_lse=call.is_fp16), WithoutNamed(call, ids, *tokens)
 
         sections = [whole(call, operands)]
         chunks = self.chunks.add_chunks(sections, lambda _: forward_pass, gradients, of_mean)
@@ -90,7 +90,7 @@ class OverVocabularyInForward:
         inverse = if_counted(of_mean.inverse_temperature, unnamed.labels, 1.0)
         factors = score_factors(call, named, ids, unnamed, request.upstream, inverse)
         # In fp16 a part may pass 65504 where the whole does not.
-        of_named = new_dhidden(call, of_mean.weight, in_fp32=call.is_from_lse)
+        of_named = new_dhidden(call, of_mean.weight, in_fp32=call.is_fp16)
         of_named.acquire()
         call.kernels.dhidden_of_ids(
             factors.named,

@@ -72,7 +72,7 @@ class OverVocabulary:
         affine = tuple(x * factors.slope for x in _affine(unnamed, named.entropy, factors))
         rows = RowGradient(None, unnamed.reference, torch.zeros_like(factors.dtotal), affine, None)
         factor = factors.named
-        if call.is_from_lse:
+        if call.is_fp16:
             of_unnamed = (factors.dtotal, factors.dother, factors.dentropy)
             stacked = torch.stack([x for x in of_unnamed if x is not None])
             size = (stacked * factors.slope).abs().amax(0)
