@@ -97,7 +97,7 @@ class Gradients:
     def add(self, chunk: Chunk, section: Section | None = None) -> None:
         """Add all columns of a chunk; the sum of dhidden over ranks overlaps the last dweight.
 
-        The first chunk of a section begins the sum of the section's dhidden.
+        The first chunk of a ``section`` ends the sum of the last one's dhidden, and begins its own.
         """
         call = self.call
         adds = self.accumulates or chunk.tokens[0] > 0
