@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import flce_dist
+from flce_dist.core.gradients import Gradients
 from flce_dist.launch import process_group
 from flce_dist.launch.program import RunError
 from flce_dist.launch.verify import __main__ as verify
@@ -21,8 +22,10 @@ from flce_dist.launch.verify import checks as verify_checks
 from flce_dist.launch.verify.cases import (
     FILTER_EPS,
     Shape,
+    Variant,
     cases,
     default_shapes,
+    divergence_variants,
     filtered_variants,
     part_cached_budget,
     score_variants,
@@ -89,6 +92,50 @@ def test_a_case_that_raises_is_a_miss(mutate, capsys):
     miss, *_, verdict = capsys.readouterr().out.partition("MISS ")[2].splitlines()
     assert miss == "fp32 (24, 64, 200) plain (mean), cached: RuntimeError: kernel does not compile"
     assert verdict.startswith("FAIL: ")
+
+
+GRADIENTS = ("dhidden", "dweight", "dbias")
+ALL_TRAINED = ("many together", "scores, options", "jsd, options")
+
+
+def missed(variant: Variant) -> set[str]:
+    """Names of the checks that a case in one process in fp32 does not pass."""
+    shape, cpu = Shape(24, 64, 200), torch.device("cpu")
+    data, truth = inputs_and_truths(variant, shape, 1, torch.float32, cpu, seed=0)
+    (case,) = cases(variant, ("recompute",), 1, None)
+    expected = truth(case.metric_gradients, None)
+    checks = run_case(case, data, expected, None, "eager")
+    return {name for name, check in checks.items() if not check.met}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_gradient_that_is_missing_is_a_miss(mutate, name):
+    """Whatever the call is, whether its other results are right or not."""
+
+    def without(finished: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        gradients = list(finished(*args, **kwargs))
+        gradients[GRADIENTS.index(name)] = None
+        return tuple(gradients)
+
+    every = (*variants(), *score_variants(), *divergence_variants())
+    found = [variant for variant in every if variant.name in ALL_TRAINED]
+    assert len(found) == len(ALL_TRAINED)
+    for variant in found:
+        assert missed(variant) == set()
+    mutate(Gradients, "finished", without)
+    for variant in found:
+        assert missed(variant) == {name}, variant.name
+
+
+def test_a_result_that_is_missing_is_an_error(mutate):
+    (scores, *_) = score_variants()
+
+    def without_entropy(call: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)._replace(entropy=None)
+
+    mutate(verify_checks, "linear_logprob", without_entropy)
+    with pytest.raises(ValueError, match=r"^results must be \[.*'entropy'.*\], got \["):
+        missed(scores)
 
 
 def test_a_rank_that_raises_alone_ends_the_run(pools):

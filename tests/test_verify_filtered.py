@@ -100,6 +100,19 @@ def test_a_tile_that_is_not_kept_is_found(mutate, dtype):
         assert missed(case, dtype) >= wanted, f"{case.variant.name}: {case.name}"
 
 
+@pytest.mark.parametrize("name", ["kept_share", "rank_one_mass"])
+def test_a_wrong_share_is_found(mutate, name):
+    (case,) = (case for case in CASES if case.variant.metrics)
+    assert missed(case, torch.float32) == set()
+
+    def off(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        out = call(*args, **kwargs)
+        return out._replace(**{name: 1.001 * getattr(out, name)})
+
+    mutate(verify_checks, "linear_cross_entropy_with_metrics", off)
+    assert missed(case, torch.float32) == {name}
+
+
 def test_eps_0_that_filters_is_found(monkeypatch, capsys):
     """End to end: the line names the case."""
 

@@ -52,7 +52,11 @@ DRAWS = 16
 """Of inputs of so few tokens: the largest error of eager PyTorch counts."""
 
 Results = dict[str, Tensor]
-"""dhidden, dweight, dbias, and by the names of LossWithMetrics what a call returns."""
+"""dhidden, dweight, dbias, and what a call returns by the names of its fields."""
+
+_DIVERGENCE_NAMES = tuple(
+    "correct" if name == "same_best" else name for name in DivergenceWithMetrics._fields
+)
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,9 @@ def run_case(
         same = _same_bits(results["lse"], tp_group)
         return {**check_best(results, data, options), **same}
     results = _results(case, data, tokens, own, tp_group, impl)
+    expected = _expected(case, truth)
+    if results.keys() != expected:
+        raise ValueError(f"results must be {sorted(expected)}, got {sorted(results)}")
     parts = {"dhidden": tokens, "dweight": own, "dbias": own}
     checks = {name: _check(name, x, truth, parts.get(name)) for name, x in results.items()}
     checks |= _same_bits(results["loss" if case.variant.over is None else "logprob"], tp_group)
@@ -138,6 +145,17 @@ def run_case(
         errors = [relative_rms(x, exact[name]) for name, x in results.items()]
         checks["same as recompute"] = ErrorBudget(sum(errors), 0.0)  # NaN if one is
     return checks
+
+
+def _expected(case: Case, truth: Truth) -> set[str]:
+    """Names of the results that a case must have: a call without metrics has not all of a truth."""
+    variant = case.variant
+    names = set(truth.oracle)
+    if variant.divergence is not None:
+        names.remove("lse")  # of the student's logits: a divergence does not return it
+    if variant.over is None and not variant.metrics:
+        names -= set(_names(case)[1:])
+    return names
 
 
 def _results(
@@ -166,8 +184,9 @@ def _results(
         skip_ignored=case.variant.skips,
         **options,
     )
-    outputs = (out,) if isinstance(out, Tensor) else tuple(out)
-    return _differentiate(outputs, leaves, data, case.metric_gradients, _names(case.variant))
+    outputs = tuple(out) if case.variant.metrics else (out,)
+    names = _names(case) if case.variant.metrics else ("loss",)
+    return _differentiate(outputs, leaves, data, case.metric_gradients, names)
 
 
 def _placed(case: Case, own: slice, tp_group: Group, impl: Impl | None) -> dict[str, Any]:
@@ -192,8 +211,16 @@ def _scores(out: Sequence[Tensor | None], leaves: dict[str, Tensor], data: Data)
     scores = {k: x for k, x in zip(TokenScores._fields, out, strict=True) if x is not None}
     upstream = [data.dmetrics[1, :, None].expand(scores["logprob"].shape), *data.dmetrics]
     _back(list(scores.values()), upstream[: len(scores)])
-    gradients = {f"d{name}": x.grad for name, x in leaves.items() if x.grad is not None}
-    return {name: x.detach() for name, x in {**scores, **gradients}.items()}
+    return {name: x.detach() for name, x in {**scores, **_gradients(leaves)}.items()}
+
+
+def _gradients(leaves: dict[str, Tensor]) -> Results:
+    """Return the gradients of all leaves that require one, zeros where there is none."""
+    required = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    return {
+        f"d{name}": torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        for name, leaf in required.items()
+    }
 
 
 def _back(roots: Sequence[Tensor], upstream: Sequence[Tensor]) -> None:
@@ -217,11 +244,13 @@ def _options(variant: Variant, data: Data) -> dict[str, Any]:
     return {"reduction": variant.reduction, **keywords, **dict(variant.options)}
 
 
-def _names(variant: Variant) -> tuple[str, ...]:
-    """Names of what a call returns."""
-    if variant.divergence is None:
-        return LossWithMetrics._fields
-    return tuple("correct" if x == "same_best" else x for x in DivergenceWithMetrics._fields)
+def _names(case: Case) -> tuple[str, ...]:
+    """Names of what a call with metrics returns."""
+    if case.variant.divergence is not None:
+        return _DIVERGENCE_NAMES
+    if case.filter_eps is not None:
+        return filtered.FilteredLossWithMetrics._fields
+    return LossWithMetrics._fields
 
 
 def _leaves(
@@ -255,7 +284,7 @@ def _textbook(data: Data, variant: Variant, dtype: torch.dtype, metric_gradients
     if variant.divergence is not None:
         theirs: dict[str, Any] = {name: x.to(dtype) for name, x in data.teacher.items()}
         outputs = reference_linear_divergence(labels=data.labels, **leaves, **theirs, **options)
-        results = _differentiate(outputs, leaves, data, False, _names(variant))
+        results = _differentiate(outputs, leaves, data, False, _DIVERGENCE_NAMES)
         return {**results, "lse": _lse(leaves, data, options)}
     operands = leaves
     if variant.low_rank:
@@ -263,9 +292,7 @@ def _textbook(data: Data, variant: Variant, dtype: torch.dtype, metric_gradients
         n = leaves["weight"].shape[1] // 2
         operands = {**leaves, "weight": torch.cat((weight[:, :n].detach(), weight[:, n:]), 1)}
     outputs = reference_linear_cross_entropy(labels=data.labels, **operands, **options)
-    one, zero = data.hidden.new_tensor([1.0, 0.0], dtype=torch.float32)
-    of_all = (*outputs, one, zero)
-    return _differentiate(of_all, leaves, data, metric_gradients, _names(variant))
+    return _differentiate(outputs, leaves, data, metric_gradients, LossWithMetrics._fields)
 
 
 @torch.no_grad()
@@ -286,10 +313,7 @@ def _differentiate(
     """Send the upstream gradients back and return everything, detached and by name."""
     upstream = [data.dloss, *(data.dmetrics if metric_gradients else ())]
     _back(outputs[: len(upstream)], upstream)
-    results = dict(zip(names, outputs, strict=False))
-    for name, leaf in leaves.items():
-        if leaf.requires_grad:
-            results[f"d{name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    results = {**dict(zip(names, outputs, strict=True)), **_gradients(leaves)}
     return {name: x.detach() for name, x in results.items()}
 
 
@@ -309,8 +333,8 @@ def _check(name: str, actual: Tensor, truth: Truth, part: slice | None) -> Error
 
 def _compared(name: str, actual: Tensor, truth: Truth, part: slice | None) -> ErrorBudget:
     oracle = truth.oracle[name]
-    eager = truth.eager[name]
     if part is not None:
+        eager = truth.eager[name]
         return error_budget(actual, oracle[part], eager[part], dtype=truth.dtype)
     if name == "correct":
         return ErrorBudget(float((actual != oracle).sum()), 0.0)
