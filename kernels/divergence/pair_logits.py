@@ -132,7 +132,7 @@ def _pair_logits_kernel(
             tl.store(ptrs + 2 * plane, weighted, mask=mask_t)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "stride_rows"])
 def _merge_pair_kernel(
     part_ptr, count_ptr,  # in:  [2 or 3, num_v, T] fp32, [] int32
     rows_ptr,  # out: [2 or 3, T] fp32

@@ -28,7 +28,7 @@ _SAMPLE = tl.constexpr(tiles.SAMPLE)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
-@triton.jit(do_not_specialize=["T", "blocks"])
+@triton.jit(do_not_specialize=["T"])
 def _kept_tiles_kernel(
     stats_ptr,  # in:  [2, J * STATS, T] fp32, maxima and sums of the statistics kernel's tiles
     labels_ptr,  # in:  [T] int64, global ids
@@ -70,7 +70,7 @@ def _kept_tiles_kernel(
     tl.store(mass_ptr + offs, mass, mask=(offs_j < J)[:, None] & mask_t[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "blocks"])
+@triton.jit
 def _profile_kernel(
     hidden_ptr, weight, bias_ptr,  # in:  [T, H], [V, H] (a descriptor if TMA), [V]
     sample_ptr, lse_ptr, kept_ptr,  # in:  [SAMPLE] int64, [T] fp32, [blocks, J] bool

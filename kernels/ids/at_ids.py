@@ -25,7 +25,7 @@ def _is_new(ids_ptr, token_ptr, n, entries, id, token):
     return other_id | (tl.load(token_ptr + n - 1, mask=has_before, other=-1) != token)
 
 
-@triton.jit(do_not_specialize=["T", "entries"], debug=True)  # for the assertion
+@triton.jit(do_not_specialize=["entries"], debug=True)  # for the assertion
 def _logits_at_ids_kernel(
     hidden_ptr, weight_ptr, bias_ptr,  # in:  [T, H], [V, H], [V]
     ids_ptr, token_ptr,  # in:  [N] int64 (global ids), [N] int64
@@ -100,7 +100,7 @@ def logits_at_ids(
     return out
 
 
-@triton.jit(do_not_specialize=["T", "entries"])
+@triton.jit(do_not_specialize=["entries"])
 def _write_at_ids_kernel(
     ids_ptr, token_ptr, value_ptr,  # in:  [N] int64 (global ids), [N] int64, [N] fp32
     out_ptr,  # out: [T, W], only these elements

@@ -21,7 +21,7 @@ _PARTS = 8  # that the second launch loads at once
 _BLOCK_N = 8  # entries of a token that are loaded at once
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _dhidden_of_ids_kernel(
     factor_ptr, ids_ptr, offsets_ptr, weight_ptr,  # in:  [N] fp32, [N], [T + 1] int64, [V, H]
     out_ptr,  # out: [T, H]
@@ -86,7 +86,7 @@ def _entry(ids_ptr, token_ptr, factor_ptr, n, N):
     return id, token, tl.load(factor_ptr + n, mask=n < N, other=0.0)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["N"])
 def _chunk_sums_kernel(
     hidden_ptr, ids_ptr, token_ptr, factor_ptr,  # in:  [T, H]; [N] ids, int64, fp32, by id
     out_ptr, head_ptr, tail_ptr,  # out: [V, H]; [chunks, H] fp32 of runs from before, and beyond
@@ -135,7 +135,7 @@ def _chunk_sums_kernel(
         next_factor = factor_after
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _run_sums_kernel(
     ids_ptr, head_ptr, tail_ptr,  # in:  [N] sorted, [chunks, H] fp32 twice
     out_ptr,  # out: [V, H]

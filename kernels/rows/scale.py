@@ -45,7 +45,7 @@ def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> None:
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _scale_rows_kernel(
     x_ptr, scale_ptr, labels_ptr, u_ptr, row_ptr,  # in:  [T, N], [T], [T] int64, [T], [T, N]
     out_ptr,  # out: [T, N]
