@@ -179,10 +179,8 @@ def of_ranks(given: Pair, P: int, impl: str = "eager", **options: Any) -> list[O
 
 
 def on_ranks(given: Pair, P: int, impl: str = "eager", **options: Any) -> Outcome:
-    """Results of P ranks, joined; they must agree in loss and metrics, bit by bit, and in
-    collectives.
+    """Results of P ranks, joined, with their ``calls``; the ranks must agree in loss and metrics,
+    bit by bit, and in collectives.
     """
     ranks = of_ranks(given, P, impl, **options)
-    found = joined(ranks, sequence_parallel=options.get("sequence_parallel", False))
-    found.pop("calls")
-    return found
+    return joined(ranks, sequence_parallel=options.get("sequence_parallel", False))

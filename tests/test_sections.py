@@ -1,5 +1,8 @@
 """Sequence-parallel calls that are cut into sections: the same rows of every rank's tokens."""
 
+import itertools
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -7,7 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import (
+    linear_cross_entropy,
+    linear_cross_entropy_with_metrics,
+    linear_divergence,
+    linear_top_k,
+)
 from flce_dist.core.sections import joined, rows_of_sections
 from flce_dist.divergence import choose
 from flce_dist.kernels.best import chunks
@@ -147,6 +155,30 @@ def test_a_hidden_state_travels_while_the_section_before_is_computed() -> None:
     assert kinds == expected
 
 
+GROUP_T = 128
+"""Tokens of a divergence's section, if no budget allows more."""
+
+
+def gathered(calls: Sequence[str], dtype: str) -> list[int]:
+    """Elements of this rank in each gather of such numbers."""
+    found = (re.fullmatch(rf"allgather {dtype}\[(\d+)\]", call) for call in calls)
+    return [int(match[1]) for match in found if match]
+
+
+def check_gathers(
+    calls: Sequence[str], T: int, P: int, most: int, passes: int, kind: str = "reverse_kl"
+) -> None:
+    """Check that hidden states of each section travel alone: one model's, then the other's."""
+    rows = [end - start for start, end in rows_of_sections(T, P, (most,))]
+    assert len(rows) > 1
+    first, second = divergence_problem.H, divergence_problem.H_T
+    if kind == "forward_kl":
+        first, second = second, first
+    of_sections = [(n * first, n * second) for n in rows]
+    pairs = itertools.pairwise(gathered(calls, "float64"))
+    assert [pair for pair in pairs if pair in of_sections] == of_sections * passes
+
+
 @pytest.mark.parametrize(
     ("kind", "P", "way"),
     pairwise((k, P, way) for k in divergence_problem.KINDS for P in (2, 3, 4) for way in range(4)),
@@ -163,6 +195,8 @@ def test_divergences(kind: str, P: int, way: int) -> None:
     )
     found = divergence_problem.on_ranks(given, P, sequence_parallel=True, with_metrics=True)
     divergence_problem.compare(found, given)
+    passes = 2 if ways[way]["reduction"] == "none" else 1
+    check_gathers(found.calls, 384, P, GROUP_T, passes, kind)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +212,8 @@ def test_a_divergence_whose_section_is_more_than_a_group(
     found = divergence_problem.on_ranks(given, 5, sequence_parallel=True, with_metrics=True)
     choose.sizes.cache_clear()
     divergence_problem.compare(found, given)
+    passes = 2 if way["reduction"] == "none" else 1
+    check_gathers(found.calls, 15, 5, 4, passes)
 
 
 def test_a_divergence_without_gradients() -> None:
@@ -185,15 +221,17 @@ def test_a_divergence_without_gradients() -> None:
     with torch.no_grad():
         expected = divergence_problem.linear_divergence(**given.operands, **given.options)
 
-    def value(group: dist.ProcessGroup) -> Tensor:
+    def value(group: Any) -> tuple[Tensor, Sequence[str]]:
         mine = {name: x.tensor_split(2)[group.rank()] for name, x in given.operands.items()}
         with torch.no_grad():
-            return divergence_problem.linear_divergence(
+            loss = divergence_problem.linear_divergence(
                 **mine, **given.options, tp_group=group, sequence_parallel=True
             )
+        return loss, group.calls
 
-    for found in run_ranks(value, 2):
+    for found, calls in run_ranks(value, 2):
         torch.testing.assert_close(found, expected)
+        check_gathers(calls, 384, 2, GROUP_T, passes=1)
 
 
 @both
@@ -202,8 +240,11 @@ def test_a_divergence_without_gradients() -> None:
 def test_best_ids(impl: str, P: int, k: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = best_problem.problem(k=k)
     monkeypatch.setattr(chunks, "PART_BYTES", 4 * 5 * 5)
-    found = best_problem.on_ranks(asked, P, impl, sequence_parallel=True)
+    calls: list[str] = []
+    found = best_problem.on_ranks(asked, P, impl, sequence_parallel=True, calls=calls)
     best_problem.compare(found, asked)
+    hidden = gathered(calls, "float32")
+    assert len(hidden) > 1 and sum(hidden) == asked.hidden.numel() // P
 
 
 @both
@@ -211,9 +252,12 @@ def test_samples(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = best_problem.replace(best_problem.real_problem(k=None), options={})
     whole = draw(asked, impl)
     monkeypatch.setattr(chunks, "PART_BYTES", 4 * 5 * 5)
-    found = best_problem.on_ranks(asked, 2, impl, sequence_parallel=True, call=draw)
+    calls: list[str] = []
+    found = best_problem.on_ranks(asked, 2, impl, sequence_parallel=True, call=draw, calls=calls)
     assert torch.equal(found.ids, whole.ids)
     best_problem.close(found.logprob, whole.logprob)
+    hidden = gathered(calls, "float32")
+    assert len(hidden) > 1 and sum(hidden) == asked.hidden.numel() // 2
 
 
 def frozen_bytes(
@@ -246,3 +290,37 @@ def test_gathered_tokens_take_the_memory_of_sections(
     H = 512
     few, many = (max(pools[2].run(frozen_bytes, n, H, dtype, options)) for n in (2048, 8192))
     assert many - few <= (8192 - 2048) // 2 * H * dtype.itemsize * 1.2
+
+
+def divergence_bytes(group: dist.ProcessGroup, tokens: int, H: int) -> int:
+    g = torch.Generator().manual_seed(0)
+    hidden, teacher_hidden = torch.randn(2, tokens // 2, H, generator=g)
+    weight, teacher_weight = torch.randn(2, 8, H, generator=g)
+    operands = (hidden.requires_grad_(), weight, teacher_hidden, teacher_weight)
+    with peak_memory("cpu") as peak:
+        linear_divergence(
+            *operands, tp_group=group, sequence_parallel=True,
+            schedule="in_forward", max_logits_bytes=1,
+        )  # fmt: skip
+    return peak.bytes
+
+
+def best_bytes(group: dist.ProcessGroup, tokens: int, H: int) -> int:
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens // 2, H, generator=g)
+    weight = torch.randn(8, H, generator=g)
+    with pytest.MonkeyPatch.context() as patch, peak_memory("cpu") as peak:
+        patch.setattr(chunks, "PART_BYTES", 1 << 12)
+        linear_top_k(hidden, weight, 1, tp_group=group, sequence_parallel=True)
+    return peak.bytes
+
+
+@pytest.mark.parametrize(("call", "kept"), [(divergence_bytes, 1), (best_bytes, 0)])
+def test_gathered_tokens_of_other_calls_take_the_memory_of_sections(
+    call: Any, kept: int, pools: Any
+) -> None:
+    """Of a divergence this rank's dhidden remains, of best ids nothing as large."""
+    H = 512
+    few, many = (max(pools[2].run(call, n, H)) for n in (2048, 8192))
+    of_rank = (8192 - 2048) // 2 * H * 4
+    assert many - few <= (kept + 0.2) * of_rank
