@@ -29,6 +29,9 @@ class Outcome(dict[str, Any]):
     def changed(self, **changes: Any) -> "Outcome":
         return Outcome(self, **changes)
 
+    def without(self, *names: str) -> "Outcome":
+        return Outcome({name: x for name, x in self.items() if name not in names})
+
     def part(self, tokens: Any, rows: slice) -> "Outcome":
         """Only the gradients of these tokens and vocabulary rows."""
         of = {"dhidden": tokens, "dweight": rows, "dbias": rows}
@@ -38,14 +41,15 @@ class Outcome(dict[str, Any]):
 def misses(
     actual: Results, truth: Results, eager: Results, dtype: torch.dtype, slack: float = 0.0
 ) -> list[str]:
-    """Name what in ``actual`` is further from ``truth``, in fp64, than it may be.
+    """Name what in ``actual`` is further from ``truth``, in fp64, than it may be, or missing.
 
-    A gradient may be off by what ``eager`` in ``dtype`` grants, and ``slack``; all else is fp32
-    whatever the operands are: eager's logits in half precision excuse nothing.
+    Both must have the same results; ``calls`` is none. A gradient may be off by what ``eager`` in
+    ``dtype`` grants, and ``slack``; all else is fp32 whatever the operands are: eager's logits in
+    half precision excuse nothing.
     """
-    found = []
+    found = other_names(actual, truth)
     for name, result in actual.items():
-        if name == "calls":
+        if name == "calls" or name not in truth:
             continue
         assert result.shape == truth[name].shape, f"{name}: {result.shape}, not {truth[name].shape}"
         result, expected = without_infinities(name, result, truth[name])
@@ -64,6 +68,13 @@ def misses(
         if not error <= budget:
             found.append(f"{name}: error {error:.3g} exceeds budget {budget:.3g}")
     return found
+
+
+def other_names(actual: Results, truth: Results) -> list[str]:
+    """Name the results that one of them lacks, in order."""
+    missing = sorted(truth.keys() - actual.keys() - {"calls"})
+    unknown = sorted(actual.keys() - truth.keys() - {"calls"})
+    return [f"{name}: missing" for name in missing] + [f"{name}: not asked for" for name in unknown]
 
 
 def without_infinities(name: str, result: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:

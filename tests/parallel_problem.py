@@ -20,7 +20,7 @@ from flce_dist.schedules import choose as plan
 from flce_dist.testing import run_ranks
 from tests import outcomes
 from tests.outcomes import Outcome
-from tests.problems import Inputs, Upstream, run_reference
+from tests.problems import METRICS, Inputs, Upstream, run_reference
 
 GRADIENTS = ("dhidden", "dweight", "dbias")
 
@@ -157,8 +157,12 @@ def joined(ranks: Sequence[Outcome], *, sequence_parallel: bool) -> Outcome:
 def misses(
     outcome: Outcome, problem: Problem, tokens: Any = slice(None), rows: slice = slice(None)
 ) -> list[str]:
-    """Return the results of these tokens and rows whose error against fp64 exceeds their budget."""
+    """Return which of loss and gradients are missing, or further from fp64 than they may be.
+
+    ``outcome`` has the gradients of these tokens and rows.
+    """
     truth, eager = (whole.part(tokens, rows) for whole in problem.truth)
+    truth = truth.without(*METRICS, "correct")
     return outcomes.misses(outcome, truth, eager, problem.dtype)
 
 

@@ -5,7 +5,7 @@ Inputs are rounded to the dtype under test, so that all three see the same numbe
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -161,10 +161,18 @@ def check(
     return actual
 
 
-def compare(actual: Results, inputs: Inputs, upstream: Upstream, **options: Any) -> None:
-    """Compare ``actual`` with the reference in fp64; an AssertionError names the result."""
+def compare(
+    actual: Results, inputs: Inputs, upstream: Upstream, *,
+    with_metrics: bool | None = None, without: Collection[str] = (), **options: Any,
+) -> None:  # fmt: skip
+    """Compare ``actual`` with the reference in fp64; an AssertionError names the result.
+
+    It must have loss and gradients, and metrics as ``run_op`` has, but for those ``without``.
+    """
     inputs = inputs.to(torch.device("cpu"))
-    truth = run_reference(inputs.to(torch.float64), upstream, **options)
+    truth = run_reference(inputs.to(torch.float64), upstream, **options).without(*without)
+    if not (bool(upstream.metrics) if with_metrics is None else with_metrics):
+        truth = truth.without(*METRICS, "correct")
     eager = run_reference(inputs, upstream, **options)
     slack = entropy_rounding(truth) if "entropy" in (upstream.metrics or {}) else 0.0
     for miss in misses(actual, truth, eager, inputs.dtype, slack):

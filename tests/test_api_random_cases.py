@@ -197,7 +197,7 @@ def check_on_ranks(drawn: Drawn, impl: str = "eager", device: str = "cpu") -> No
     else:
         ranks = run_ranks(lambda group: rank_step(group, drawn, whole, impl, device), drawn.P)
     found = joined(ranks, sequence_parallel=drawn.sequence_parallel)
-    compare(found, whole, upstream_of(drawn), **options_of(drawn))
+    compare(found, whole, upstream_of(drawn), with_metrics=True, **options_of(drawn))
 
 
 @settings(max_examples=100, **SETTINGS)

@@ -37,7 +37,7 @@ def test_a_wrong_result(name: str, dtype: torch.dtype) -> None:
     x = right[name]
     for wrong in [~x] if name == "correct" else [0.0 * x, factor * x]:
         with pytest.raises(AssertionError, match=f"^{name}: "):
-            compare(right.changed(**{name: wrong}), inputs(dtype), Upstream())
+            compare(right.changed(**{name: wrong}), inputs(dtype), Upstream(), with_metrics=True)
 
 
 # --- parallel_problem: misses, joined

@@ -222,7 +222,7 @@ def test_logits_far_from_0(impl: str, shift: float, kind: str) -> None:
     given = of_logits(one + shift, other - shift / 2, kind=kind, reduction="none")
     found = run_op(given, impl)
     found.pop("dhidden")  # the shift times what rounding leaves of a sum that is 0
-    compare(found, given)
+    compare(found, given, without=("dhidden",))
 
 
 @each_kind

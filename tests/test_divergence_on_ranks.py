@@ -43,14 +43,15 @@ def test_on_ranks(kind: str, P: int, split: int, way: int) -> None:
     tokens = (24,) if split else (T,)
     given = problem(torch.float64, kind=kind, vocab_size=V - 3, tokens=tokens, **WAYS[way])
     found = on_ranks(given, P, sequence_parallel=bool(split), with_metrics=True)
-    compare(found, given)
+    compare(found, given, with_metrics=True)
     assert not found["dweight"][V - 3 :].any()
 
 
 @each_kind
 def test_shards_without_a_column(kind: str) -> None:
     given = problem(torch.float64, kind=kind, rows=9, tokens=(16,))
-    compare(on_ranks(given, 8, sequence_parallel=True, with_metrics=True), given)
+    found = on_ranks(given, 8, sequence_parallel=True, with_metrics=True)
+    compare(found, given, with_metrics=True)
 
 
 @pytest.mark.parametrize("options", [{"reduce_dhidden": False}, {"reduce_in_fp32": True}], ids=str)
@@ -66,7 +67,8 @@ def test_who_sums_dhidden(options: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("one_launch_at_a_time")
 def test_interpreted_kernels_on_two_ranks(kind: str, dtype: torch.dtype) -> None:
     given = problem(dtype, kind=kind, tokens=(16,), max_logits_bytes=1)
-    compare(on_ranks(given, 2, "triton", sequence_parallel=True, with_metrics=True), given)
+    found = on_ranks(given, 2, "triton", sequence_parallel=True, with_metrics=True)
+    compare(found, given, with_metrics=True)
 
 
 @each_kind
@@ -75,7 +77,7 @@ def test_values_do_not_depend_on_the_number_of_ranks(kind: str) -> None:
     options: dict[str, Any] = {"vocab_size": V, "tp_invariant": True, "reduction": "none"}
     given = problem(torch.bfloat16, kind=kind, rows=192, tokens=(16,), **options)
     one = run_op(given, "triton", with_metrics=True)
-    compare(one, given)
+    compare(one, given, with_metrics=True)
     names = ("loss", *METRICS)
     for P in (2, 3):
         found = on_ranks(given, P, "triton", with_metrics=True)

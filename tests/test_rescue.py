@@ -77,11 +77,13 @@ def test_extreme_logits(name, dtype, schedule, impl):
     inputs = with_logits(z, labels, dtype)
     results = run_op(inputs, Upstream(0.7), impl=impl, schedule=schedule, with_metrics=True)
     assert all(x.isfinite().all() for x in results.values())
-    if name in ("all -1e4", "all equal"):
+    cancels = name in ("all -1e4", "all equal")
+    if cancels:
         # sum_v dz_v * w_v is 0 for a constant w: only the rounding of its terms is left.
         dhidden = results.pop("dhidden").abs().max()
         assert dhidden <= torch.finfo(dtype).eps * z.abs().max()
-    compare(results, inputs, Upstream(0.7))
+    without = ("dhidden",) if cancels else ()
+    compare(results, inputs, Upstream(0.7), with_metrics=True, without=without)
 
 
 TERMS: dict[str, dict[str, Any]] = {

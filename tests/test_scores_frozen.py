@@ -87,7 +87,7 @@ def test_a_named_id_far_from_the_others(logit: float, dtype: torch.dtype, impl: 
     ids = torch.ones(2, 1, dtype=torch.long)
     given = Scored(hidden, weight, None, ids, {}, upstream, ("hidden",)).to(dtype)
     found = run_scores(given, impl)["dhidden"]
-    compare({"dhidden": found}, given)  # scores of the reference cancel
+    compare({"dhidden": found}, given, without=SCORES)  # those of the reference cancel
     assert found.isfinite().all()
 
 

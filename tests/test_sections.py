@@ -194,7 +194,7 @@ def test_divergences(kind: str, P: int, way: int) -> None:
         torch.float64, kind=kind, tokens=(384,), max_logits_bytes=1, **ways[way]
     )
     found = divergence_problem.on_ranks(given, P, sequence_parallel=True, with_metrics=True)
-    divergence_problem.compare(found, given)
+    divergence_problem.compare(found, given, with_metrics=True)
     passes = 2 if ways[way]["reduction"] == "none" else 1
     check_gathers(found.calls, 384, P, GROUP_T, passes, kind)
 
@@ -211,7 +211,7 @@ def test_a_divergence_whose_section_is_more_than_a_group(
     given = divergence_problem.problem(torch.float64, tokens=(15,), max_logits_bytes=1, **way)
     found = divergence_problem.on_ranks(given, 5, sequence_parallel=True, with_metrics=True)
     choose.sizes.cache_clear()
-    divergence_problem.compare(found, given)
+    divergence_problem.compare(found, given, with_metrics=True)
     passes = 2 if way["reduction"] == "none" else 1
     check_gathers(found.calls, 15, 5, 4, passes)
 
