@@ -105,6 +105,7 @@ def compare(found: BestIds, asked: Asked) -> None:
         assert equal(found.ids, truth.ids)
         close(found.logprob, truth.logprob)
     close(found.lse, truth.lse)
+    assert (found.label_rank is None) == (found.label_logprob is None) == (truth.label_rank is None)
     if truth.label_rank is not None:
         assert equal(found.label_rank, truth.label_rank)
         close(found.label_logprob, truth.label_logprob)
@@ -143,6 +144,8 @@ def compare_real(found: BestIds, asked: Asked, nats: float) -> None:
     assert (found.logprob - every.logprob[..., : asked.k]).abs().amax() <= nats
     assert (found.lse - every.lse).abs().amax() <= nats
     assert found.label_rank is not None and every.label_logprob is not None
+    assert found.label_logprob is not None
+    assert (found.label_logprob - every.label_logprob).abs().amax() <= nats
     of_label = every.label_logprob[..., None]
     least, most = ((every.logprob > of_label + by).sum(-1) for by in (nats, -nats))
     assert ((least <= found.label_rank) & (found.label_rank < most)).all()

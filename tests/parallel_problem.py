@@ -144,6 +144,7 @@ def joined(ranks: Sequence[Outcome], *, sequence_parallel: bool) -> Outcome:
     """Join what ranks have parts of; check that they agree on all else, tensors bitwise."""
     split = ("dweight", "dbias", "dhidden") if sequence_parallel else ("dweight", "dbias")
     found = ranks[0].changed()
+    assert all(rank.keys() == found.keys() for rank in ranks), "results differ between ranks"
     for name, first in found.items():
         every = [rank[name] for rank in ranks]
         if name in split:

@@ -137,7 +137,8 @@ def compare(actual: Results, given: Scored, *, without: Collection[str] = ()) ->
     others = [name for name in SCORES if name not in of_call]
     truth = run_reference(given.to(torch.float64)).without(*others, *without)
     eager = run_reference(given)
-    assert other_names(actual, truth) == []
+    for miss in other_names(actual, truth):
+        raise AssertionError(miss)
     for name, result in actual.items():
         result, expected = without_infinities(name, result, truth[name])
         if given.hidden.dtype == torch.float64:

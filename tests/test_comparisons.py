@@ -1,5 +1,6 @@
 """Each comparison that tests share fails on results that are wrong."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,18 +10,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce_dist import BestIds
 from flce_dist.kernels.filtered import eager as eager_filter
 from flce_dist.kernels.logits import exact_sums, merge_stats, rescue
 from flce_dist.parallel.peers import memory as peer_memory
 from flce_dist.parallel.peers.memory import PeerMemory
+from tests import (
+    best_problem,
+    divergence_problem,
+    filtered_formula,
+    score_problem,
+    test_data_parallel,
+)
 from tests.fake_ranks import Hung, Wrong, run
 from tests.filtered_formula import check_filtered, zipf_inputs
 from tests.invariant_problem import check_small_terms, differing, problem, statistics
+from tests.outcomes import Outcome
 from tests.parallel_problem import UNEVEN, joined, misses, on_threads
 from tests.peer_programs import gather, gather_beside, turns
 from tests.problems import METRICS, Patch, Upstream, check, compare, each_dtype, inputs, interpreted
 
-RESULTS = ["loss", "dhidden", "dweight", "dbias"]
+GRADIENTS = ["dhidden", "dweight", "dbias"]
+RESULTS = ["loss", *GRADIENTS]
+
+
+def wrong(x: Any) -> Any:
+    """Numbers 5 percent off; flags, ids and ranks that are others."""
+    if x.dtype == torch.bool:
+        return ~x
+    return 1.05 * x if x.is_floating_point() else x + 1
 
 
 # --- problems.compare
@@ -35,9 +53,93 @@ def test_a_wrong_result(name: str, dtype: torch.dtype) -> None:
     if name in RESULTS[1:]:
         factor = 1.01 if dtype == torch.float32 else 1.05
     x = right[name]
-    for wrong in [~x] if name == "correct" else [0.0 * x, factor * x]:
+    for changed in [~x] if name == "correct" else [0.0 * x, factor * x]:
         with pytest.raises(AssertionError, match=f"^{name}: "):
-            compare(right.changed(**{name: wrong}), inputs(dtype), Upstream(), with_metrics=True)
+            compare(right.changed(**{name: changed}), inputs(dtype), Upstream(), with_metrics=True)
+    with pytest.raises(AssertionError, match=f"^{name}: missing"):
+        compare(right.without(name), inputs(dtype), Upstream(), with_metrics=True)
+
+
+def test_a_result_that_was_not_asked_for() -> None:
+    right = check(inputs(), Upstream(), with_metrics=True)
+    with pytest.raises(AssertionError, match=r"^correct: not asked for"):
+        compare(right, inputs(), Upstream())
+
+
+# --- score_problem.compare
+
+
+@pytest.mark.parametrize("name", [*score_problem.SCORES, *GRADIENTS])
+def test_scores(name: str) -> None:
+    given = score_problem.problem(torch.bfloat16)
+    right = score_problem.check(given, "eager")
+    with pytest.raises(AssertionError, match=f"^{name}: "):
+        score_problem.compare(right.changed(**{name: wrong(right[name])}), given)
+    with pytest.raises(AssertionError, match=f"{name}: missing"):
+        score_problem.compare(right.without(name), given)
+
+
+# --- divergence_problem.compare
+
+
+@pytest.mark.parametrize("name", [*RESULTS, *divergence_problem.METRICS])
+def test_divergences(name: str) -> None:
+    given = divergence_problem.problem(torch.bfloat16)
+    right = divergence_problem.check(given, with_metrics=True)
+    with pytest.raises(AssertionError, match=f"^{name}: error"):
+        changed = right.changed(**{name: wrong(right[name])})
+        divergence_problem.compare(changed, given, with_metrics=True)
+    with pytest.raises(AssertionError, match=f"^{name}: missing"):
+        divergence_problem.compare(right.without(name), given, with_metrics=True)
+
+
+# --- best_problem: compare, compare_real
+
+
+@pytest.mark.parametrize("name", BestIds._fields)
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_best_ids(name: str, is_exact: bool) -> None:
+    asked = best_problem.problem() if is_exact else best_problem.real_problem()
+    right = best_problem.best(asked)
+    compare_best = best_problem.compare
+    if not is_exact:
+        compare_best = partial(best_problem.compare_real, nats=1e-4)
+    compare_best(right, asked)
+    for x in (wrong(getattr(right, name)), None):
+        changes: dict[str, Any] = {name: x}
+        with pytest.raises((AssertionError, TypeError)):
+            compare_best(right._replace(**changes), asked)
+
+
+@pytest.mark.parametrize("name", BestIds._fields)
+def test_best_ids_in_other_bits(name: str) -> None:
+    right = best_problem.best(best_problem.problem())
+    changes: dict[str, Any] = {name: wrong(getattr(right, name))}
+    assert best_problem.same_bits(right, right)
+    assert not best_problem.same_bits(right._replace(**changes), right)
+
+
+# --- test_data_parallel.check
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_data_parallel_ranks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    given = test_data_parallel.whole()
+    options: dict[str, Any] = {"schedule": "recompute", "reduction": "mean"}
+    test_data_parallel.check(given, **options)
+    changes: dict[str, Callable[[Outcome], Outcome]] = {
+        "error": lambda right: right.changed(**{name: wrong(right[name])}),
+        "missing": lambda right: right.without(name),
+    }
+    right = test_data_parallel.step
+
+    def step(change: Callable[[Outcome], Outcome], *args: Any, **kwargs: Any) -> Outcome:
+        return change(right(*args, **kwargs))
+
+    for message, change in changes.items():
+        monkeypatch.setattr(test_data_parallel, "step", partial(step, change))
+        with pytest.raises(AssertionError, match=rf"'{name}: {message}"):
+            test_data_parallel.check(given, **options)
 
 
 # --- parallel_problem: misses, joined
@@ -49,6 +151,7 @@ def test_results_of_ranks(name: str) -> None:
     assert misses(outcome, UNEVEN) == []
     changed: dict[str, Any] = {name: 1.01 * getattr(outcome, name)}
     assert [miss.split(":")[0] for miss in misses(outcome.changed(**changed), UNEVEN)] == [name]
+    assert misses(outcome.without(name), UNEVEN) == [f"{name}: missing"]
 
 
 @pytest.mark.parametrize("name", ["loss", "dhidden", "calls"])
@@ -57,6 +160,9 @@ def test_ranks_that_differ(name: str) -> None:
     other: Any = ("allreduce",) if name == "calls" else getattr(one, name) * (1 + 2e-7)
     with pytest.raises(AssertionError, match=r"differs|different"):
         joined([one, one.changed(**{name: other})], sequence_parallel=False)
+    for ranks in ([one, one.without(name)], [one.without(name), one]):
+        with pytest.raises(AssertionError, match="differ between ranks"):
+            joined(ranks, sequence_parallel=False)
 
 
 # --- fake_ranks: orders of streams
@@ -84,6 +190,17 @@ def test_a_wrong_order_of_streams(
 def test_filtered_gradients_with_wrong_profiles(mutate: Patch) -> None:
     mutate(eager_filter, "tile_profile", lambda original, *args: original(*args).roll(1))
     with pytest.raises(AssertionError, match=r"error .* exceeds"):
+        check_filtered(zipf_inputs(300, 1300, 16, bias=True), 2.0**-7)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_wrong_filtered_gradients(mutate: Patch, name: str) -> None:
+    def off(call: Any, *args: Any, **kwargs: Any) -> Outcome:
+        right = call(*args, **kwargs)
+        return right.changed(**{name: wrong(right[name])})
+
+    mutate(filtered_formula, "run_op", off)
+    with pytest.raises(AssertionError):
         check_filtered(zipf_inputs(300, 1300, 16, bias=True), 2.0**-7)
 
 

@@ -151,7 +151,7 @@ def test_metrics_say_what_is_approximated(impl: Any) -> None:
         assert out.kept_share.item() == pytest.approx(truth.kept.double().mean().item())
         assert out.rank_one_mass.item() == pytest.approx(truth.rank_one_mass.item(), rel=1e-4)
         assert not out.kept_share.requires_grad and not out.rank_one_mass.requires_grad
-        for metric, same in zip(out[:5], plain, strict=False):
+        for metric, same in zip(out[:5], plain, strict=True):
             assert torch.allclose(metric, same, rtol=1e-6, atol=1e-6)
     how["schedule"] = filtered.schedule(0.0)
     every: Any = linear_cross_entropy_with_metrics(*operands, **how)

@@ -302,13 +302,3 @@ def test_frozen_operands(over: str, frozen: str) -> None:
             assert x.grad is None
         else:
             assert x.grad is not None and relative_rms(x.grad, truth[f"d{name}"]) <= 1e-11
-
-
-@pytest.mark.parametrize("result", [*SCORES, "dhidden", "dweight", "dbias"])
-def test_a_wrong_result_is_noticed(result: str) -> None:
-    given = problem(torch.bfloat16)
-    actual = run_scores(given, "eager")
-    compare(actual, given)
-    actual[result] = actual[result] * 1.05
-    with pytest.raises(AssertionError, match=result):
-        compare(actual, given)
