@@ -114,7 +114,7 @@ def _prepare(inputs: tuple[Any, ...]) -> tuple[Call, Operands]:
     *tensors, last_columns = inputs[:_TENSORS]
     arguments: Any = (*tensors, _options_of(values), group)
     # Symbolic sizes cannot tell whether dweight's memory is large enough for in_forward.
-    return prepare(Arguments(*arguments), needs, auto_in_forward=False, last_columns=last_columns)
+    return prepare(Arguments(*arguments), needs, is_compiled=True, last_columns=last_columns)
 
 
 def _present(tensors: Any, like: Tensor) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.parallel.vocab import vocab_range
-from flce_dist.schedules.choose import Plan, plan
+from flce_dist.schedules.choose import Plan, choose_schedule
 from tests.outcomes import Outcome
 from tests.parallel_problem import GRADIENTS, Problem, misses, rank_step
 
@@ -67,7 +67,7 @@ def ways(one: Problem, P: int) -> dict[str, Options]:
 def plan_of(one: Problem, P: int, options: Options) -> Plan:
     """What the op does with ``one`` in this way."""
     itemsize = one.dtype.itemsize
-    return plan(
+    return choose_schedule(
         T=one.T, V=-(-one.V_all // P), itemsize=itemsize, schedule=options["schedule"],
         max_logits_bytes=options.get("max_logits_bytes"),
         dweight_row_bytes=(one.H * itemsize, one.H * 4),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flce_dist.schedules.choose import plan
+from flce_dist.schedules.choose import choose_schedule
 from tests.parallel_problem import plan_sizes
 from tests.problems import (
     DTYPES,
@@ -121,7 +121,7 @@ def test_the_budgets_make_the_plans_they_are_meant_to(itemsize: int) -> None:
     def planned(name: str) -> Any:
         rows = H * itemsize, H * max(4, itemsize)
         sizes: dict[str, Any] = {"T": T, "V": V, "itemsize": itemsize, "dweight_row_bytes": rows}
-        return plan(**sizes, **schedule_of(name, itemsize))
+        return choose_schedule(**sizes, **schedule_of(name, itemsize))
 
     assert planned("recompute").cached_v == 0
     assert planned("cached").cached_v == V

@@ -8,7 +8,7 @@ import torch
 
 from flce_dist.arguments.options import ScheduleName
 from flce_dist.kernels.interface import kernels_of
-from flce_dist.schedules.choose import plan
+from flce_dist.schedules.choose import choose_schedule
 from tests.parallel_problem import chunks_of, plan_sizes
 from tests.problems import both
 from tests.test_api_random_cases import Drawn, check_on_ranks
@@ -39,7 +39,7 @@ def small_windows() -> Iterator[None]:
 @pytest.mark.parametrize("case", CASES)
 def test_cases_are_what_they_are_called(case: str) -> None:
     schedule, budget, dtype = CASES[case]
-    chosen = plan(
+    chosen = choose_schedule(
         T=T, V=254, itemsize=dtype.itemsize, schedule=schedule, max_logits_bytes=budget,
         converts=dtype == FP16, dweight_row_bytes=(H * dtype.itemsize, 4 * H),
     )  # fmt: skip

@@ -209,7 +209,7 @@ def test_what_else_needs_a_gradient_takes_another_schedule():
 def test_the_plan_holds_a_quarter_of_a_gib_of_logits(monkeypatch):
     monkeypatch.undo()
     for tokens in (1024, 8192, 131_072):
-        chosen = choose.plan(
+        chosen = choose.choose_schedule(
             T=tokens, V=128_256, itemsize=2, schedule="auto", max_logits_bytes=None, frozen=True
         )
         assert isinstance(chosen, InForward)

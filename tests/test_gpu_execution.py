@@ -10,7 +10,7 @@ import triton
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.launch.peak_memory import peak_memory
-from flce_dist.schedules.choose import plan
+from flce_dist.schedules.choose import choose_schedule
 from tests.outcomes import assert_same
 from tests.parallel_device_checks import step_on_streams
 from tests.parallel_problem import rank_step
@@ -146,7 +146,7 @@ def measured(device: str, V: int, options: Any) -> tuple[int, int]:
             linear_cross_entropy(hidden, weight, inputs.labels, **options).backward()
         for leaf in leaves:
             leaf.grad = None
-    planned = plan(T=T, V=V, itemsize=2, **{"max_logits_bytes": None, **options})
+    planned = choose_schedule(T=T, V=V, itemsize=2, **{"max_logits_bytes": None, **options})
     return peak.bytes - sum(leaf.nbytes for leaf in leaves), planned.logits_bytes
 
 

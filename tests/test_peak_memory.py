@@ -17,7 +17,7 @@ from flce_dist.kernels import gemm
 from flce_dist.kernels.logits import eager as eager_logits
 from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.parallel.collectives import CollectiveGather
-from flce_dist.schedules.choose import plan
+from flce_dist.schedules.choose import choose_schedule
 from tests.problems import each_dtype, each_schedule
 
 MIB = 2**20
@@ -138,7 +138,7 @@ def test_cached_stays_within_its_budget(schedule: Any, budget: int | None, dtype
     T = 512  # two chunks: auto is not in_forward
     tensors = operands(dtype, T=T)
     options = {"schedule": schedule, "max_logits_bytes": budget}
-    chosen = plan(T=T, V=V, itemsize=dtype.itemsize, **options)
+    chosen = choose_schedule(T=T, V=V, itemsize=dtype.itemsize, **options)
     peak, saved = step_bytes(tensors, **options)
     window = 0
     if budget is not None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flce_dist.arguments.options import ScheduleName
 from flce_dist.parallel.vocab import real_rows, vocab_range
-from flce_dist.schedules.choose import Plan, plan
+from flce_dist.schedules.choose import Plan, choose_schedule
 from flce_dist.schedules.in_forward import InForward
 from tests.parallel_problem import chunks_of, plan_sizes
 from tests.problems import Upstream, both, check, make_inputs
@@ -32,7 +32,7 @@ def make(
     max_logits_bytes: int | None = None, *, H: int = 0, **facts: Any,
 ) -> Plan:  # fmt: skip
     """A plan; with ``H`` > 0 dweight [V, H] may lend its memory."""
-    return plan(
+    return choose_schedule(
         T=T, V=V, itemsize=itemsize, schedule=schedule, max_logits_bytes=max_logits_bytes,
         dweight_row_bytes=(H * itemsize, H * max(4, itemsize)), **facts,
     )  # fmt: skip

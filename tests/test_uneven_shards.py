@@ -9,7 +9,7 @@ import torch
 from flce_dist.kernels import gemm
 from flce_dist.kernels.logits import eager as eager_logits
 from flce_dist.launch.peak_memory import peak_memory
-from flce_dist.schedules.choose import plan
+from flce_dist.schedules.choose import choose_schedule
 from flce_dist.schedules.in_forward import InForward
 from tests import parallel_problem
 from tests.outcomes import Outcome
@@ -55,7 +55,7 @@ def test_a_larger_shard_stays_within_the_budget(pools, schedule, sp, frozen):
 def test_a_smaller_shard_stays_within_the_budget_with_lent_windows(missing: int) -> None:
     """Its dweight has fewer rows than the plan's; windows that lie there become narrower."""
     T, V, H, limit = 8192, 128256, 4096, 1 << 30
-    chosen = plan(
+    chosen = choose_schedule(
         T=T, V=V, itemsize=2, schedule="in_forward", max_logits_bytes=limit,
         dweight_row_bytes=(2 * H, 4 * H),
     )  # fmt: skip

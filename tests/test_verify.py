@@ -35,7 +35,7 @@ from flce_dist.launch.verify.checks import inputs_and_truths, make_truth, run_ca
 from flce_dist.launch.verify.data import make_data
 from flce_dist.launch.verify.report import Record, worst_case, worst_of_ranks
 from flce_dist.launch.yaml_config import ConfigError
-from flce_dist.schedules.choose import plan
+from flce_dist.schedules.choose import choose_schedule
 from flce_dist.testing import ErrorBudget
 
 SMALL = ["--device", "cpu", "--dtypes", "fp32", "--shapes", "24", "64", "200"]
@@ -355,7 +355,7 @@ def test_what_is_called_part_cached_is(device_type, P, dtype):
         if budget is None:
             continue
         T, V = -(-shape.T // P) * P, -(-shape.V_all // P)
-        chosen = plan(
+        chosen = choose_schedule(
             T=T, V=V, itemsize=dtype.itemsize, schedule="cached", max_logits_bytes=budget,
             converts=dtype == torch.float16,
         )  # fmt: skip

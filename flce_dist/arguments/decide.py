@@ -17,13 +17,13 @@ from flce_dist.core.call import Call, Compilable, Needs, Schedule
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import largest_shard, real_rows
-from flce_dist.schedules.choose import FEW_COLUMNS, plan
+from flce_dist.schedules.choose import FEW_COLUMNS, choose_schedule
 
 
 def new_call(
     arguments: Arguments,
     needs: list[bool],
-    auto_in_forward: bool,
+    is_compiled: bool,
     scores: Callable[[Any], Schedule] | None,
     width: int | None,
 ) -> Call:
@@ -42,7 +42,7 @@ def new_call(
     check_impl(impl, hidden.dtype, hidden.device)
 
     converts = scores is not None
-    of_loss = planned(arguments, T, needs, P, auto_in_forward, converts=converts, width=width)
+    of_loss = planned(arguments, T, needs, P, is_compiled, converts=converts, width=width)
     schedule = of_loss if scores is None else scores(of_loss)
     vocab_size = V * P if options.vocab_size is None else options.vocab_size
     start, end = options.vocab_range or (rank * V, (rank + 1) * V)
@@ -70,7 +70,7 @@ def planned(
     T: int,
     needs: list[bool],
     P: int,
-    auto_in_forward: bool,
+    is_compiled: bool,
     converts: bool,
     width: int | None = None,
 ) -> Compilable:
@@ -105,7 +105,7 @@ def planned(
         dweight_row_bytes = (width * itemsize, width * max(4, itemsize))
     cancels = options.smoothing_cancels(hidden.dtype, vocab_size)
     few_in_fp16 = hidden.dtype == torch.float16 and vocab_size <= FEW_COLUMNS
-    schedule: Compilable = plan(
+    schedule: Compilable = choose_schedule(
         T=T,
         V=V,
         itemsize=max(2, hidden.element_size()),
@@ -114,7 +114,7 @@ def planned(
         expressible=not (options.smoothing_is_capped or cancels or few_in_fp16),
         converts=converts or hidden.dtype == torch.float16,
         dweight_row_bytes=dweight_row_bytes,
-        reduces=auto_in_forward and options.reduction != "none" and not options.with_metrics,
+        reduces=not is_compiled and options.reduction != "none" and not options.with_metrics,
         frozen=frozen,
     )
     if not isinstance(options.schedule, str) and (any(needs) or options.with_metrics):

@@ -20,22 +20,22 @@ def prepare(
     arguments: Arguments,
     needs: list[bool],
     *,
-    auto_in_forward: bool = True,
+    is_compiled: bool = False,
     scores: Callable[[Any], Schedule] | None = None,
     last_columns: Tensor | None = None,
 ) -> tuple[Call, Operands]:
     """Check the arguments' metadata, plan, and flatten tokens to one dimension.
 
-    ``needs`` says whether hidden, weight and bias need a gradient; ``auto_in_forward`` whether
-    schedule="auto" may become in_forward. ``scores``, if any, makes the schedule of scores from the
+    ``needs`` says whether hidden, weight and bias need a gradient; ``is_compiled`` whether
+    this is an operator of torch.compile. ``scores``, if any, makes the schedule of scores from the
     one that the loss would take. ``last_columns`` are those of weight that alone are trained. Label
     values are not checked here: that reads data.
     """
     width = None if last_columns is None else last_columns.shape[1]
-    facts = facts_of(arguments, needs, auto_in_forward, scores, width)
+    facts = facts_of(arguments, needs, is_compiled, scores, width)
     call = None if facts is None else calls.recall(facts)
     if call is None:
-        call = new_call(arguments, needs, auto_in_forward, scores, width)
+        call = new_call(arguments, needs, is_compiled, scores, width)
         if facts is not None:
             calls.remember(facts, call)
     hidden, weight, labels, bias, token_weight, temperature, *_ = arguments

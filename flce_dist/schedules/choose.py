@@ -33,7 +33,7 @@ _MOST_RECOMPUTED = 0.1  # of the columns of one chunk: beyond, accumulating seve
 Plan = Windows | InForward
 
 
-def plan(
+def choose_schedule(
     *,
     T: int,
     V: int,
