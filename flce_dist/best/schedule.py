@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from flce_dist.arguments.prepare import check_temperatures, counted_operands
-from flce_dist.core.call import Call, Operands, Outputs, Saved
+from flce_dist.core.call import Call, Operands, Outputs, Saved, gathered_logits
 from flce_dist.core.sections import (
     Section,
     joined,
     sections_of,
     with_next,
 )
-from flce_dist.core.statistics import gathered_logits
 from flce_dist.kernels.best.chunks import Grid, chunk_tokens
 from flce_dist.kernels.best.interface import Noise, ShardBest, kernels_of
 from flce_dist.kernels.logits.operands import ShardLogits

@@ -17,7 +17,11 @@ from torch import Tensor
 
 from flce_dist.arguments.options import LossOptions, UnsizedSchedule
 from flce_dist.kernels.interface import Kernels
+from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.rows.formulas import LossTerms
+from flce_dist.parallel import transport
+from flce_dist.parallel.collectives import TokenGather
+from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 _FEW_TOKENS = 32  # up to which rescaling cached columns takes about T / H of a call's time
 
@@ -253,3 +257,24 @@ class Call:
 def as_stored(x: Any) -> Any:
     """Return tensor x, or a copy if it is a negated view: kernels read memory without the sign."""
     return x.resolve_neg() if x is not None and x.is_neg() else x
+
+
+def gathered_logits(call: Call, operands: Operands) -> tuple[TokenGather, ShardLogits]:
+    """Return the gather of hidden [T, H], not started, and this shard's logits over real rows."""
+    options = call.options
+    bias = operands.bias
+    hidden = operands.hidden
+    gather = transport.gather(hidden, call.sequence_group, operands.places)
+    return gather, ShardLogits(
+        hidden=gather.tokens,
+        weight=operands.weight if call.V == len(operands.weight) else operands.weight[: call.V],
+        bias=None if bias is None else bias[: call.V].contiguous(),
+        labels=operands.labels,
+        vocab_start_index=call.vocab_start_index,
+        ignore_index=options.ignore_index,
+        logit_scale=options.logit_scale,
+        softcap=options.softcap,
+        group_v=INVARIANT_ROWS if options.tp_invariant else None,
+        inverse_temperature=operands.inverse_temperature,
+        n_counted=operands.n_counted,
+    )

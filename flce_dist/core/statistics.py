@@ -5,14 +5,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.arguments.options import OWN_SUM
-from flce_dist.core.call import Call, Metrics, Operands
+from flce_dist.core.call import Call, Metrics, Operands, gathered_logits
 from flce_dist.core.sections import joined, tokens_here
-from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, part_of
+from flce_dist.kernels.logits.operands import ColumnCache, part_of
 from flce_dist.kernels.logits.target import Target
 from flce_dist.kernels.rows.formulas import TokenStats, token_entropy
-from flce_dist.parallel import collectives, transport
+from flce_dist.parallel import collectives
 from flce_dist.parallel.counted import put_back
-from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 
 class Pass:
@@ -149,24 +148,3 @@ def finished(
 
 def _of_norm(call: Call, operands: Operands) -> tuple[Tensor, Tensor | None, int]:
     return operands.labels, operands.token_weight, call.options.ignore_index
-
-
-def gathered_logits(call: Call, operands: Operands) -> tuple[collectives.TokenGather, ShardLogits]:
-    """Return the gather of hidden [T, H], not started, and this shard's logits over real rows."""
-    options = call.options
-    bias = operands.bias
-    hidden = operands.hidden
-    gather = transport.gather(hidden, call.sequence_group, operands.places)
-    return gather, ShardLogits(
-        hidden=gather.tokens,
-        weight=operands.weight if call.V == len(operands.weight) else operands.weight[: call.V],
-        bias=None if bias is None else bias[: call.V].contiguous(),
-        labels=operands.labels,
-        vocab_start_index=call.vocab_start_index,
-        ignore_index=options.ignore_index,
-        logit_scale=options.logit_scale,
-        softcap=options.softcap,
-        group_v=INVARIANT_ROWS if options.tp_invariant else None,
-        inverse_temperature=operands.inverse_temperature,
-        n_counted=operands.n_counted,
-    )

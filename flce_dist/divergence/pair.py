@@ -9,9 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce_dist.core.call import Call, Operands
+from flce_dist.core.call import Call, Operands, gathered_logits
 from flce_dist.core.sections import Section
-from flce_dist.core.statistics import gathered_logits
 from flce_dist.kernels.divergence import formulas
 from flce_dist.kernels.divergence.formulas import Measure, PairMetrics, PairStats
 from flce_dist.kernels.divergence.interface import pair_kernels_of

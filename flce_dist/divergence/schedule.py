@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved
+from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved, gathered_logits
 from flce_dist.core.dlogits import Chunk
 from flce_dist.core.gradients import Gradients, new_dweight
 from flce_dist.core.sections import (
@@ -23,7 +23,7 @@ from flce_dist.core.sections import (
     whole,
     with_next,
 )
-from flce_dist.core.statistics import early_norm, gathered_logits
+from flce_dist.core.statistics import early_norm
 from flce_dist.divergence.pair import Pair, Teacher, TeacherOperands, ranges
 from flce_dist.divergence.taken import Taken
 from flce_dist.kernels.divergence.formulas import Measure, PairStats
