@@ -6,7 +6,7 @@ whose order compilers keep: they contain collectives, and graphs of ranks differ
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ _OPERANDS = (
     "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? token_weight, "
     "Tensor? temperature, Tensor? last_columns"
 )
-_TENSORS = 7  # of them
 # Types in an operator's schema; torch.compile may make some sizes symbolic.
 _TYPES: dict[Any, str] = {
     bool: "bool",
@@ -51,6 +50,7 @@ _TYPES: dict[Any, str] = {
     Impl | None: "str?",
     ScheduleOption: "str",
 }
+# Fields have types, not their names, since options.py does not postpone annotations.
 _OPTIONS = {field.name: _TYPES[field.type] for field in fields(LossOptions)}
 _OPTIONS.update(max_logits_bytes="SymInt?", max_counted="SymInt?")
 _SCHEMA = [f"{kind} {name}" for name, kind in _OPTIONS.items()]
@@ -58,6 +58,40 @@ _SPEC = ", ".join((*_SCHEMA, "str? group_name", "bool[] needs"))
 _UPSTREAM = "Tensor? dloss, Tensor? dlse, Tensor? dlogprob, Tensor? dentropy"
 _FORWARD = f"({_OPERANDS}, {_SPEC}) -> Tensor[]"
 _BACKWARD = f"({_UPSTREAM}, {_OPERANDS}, Tensor[] saved, {_SPEC}) -> Tensor[]"
+
+
+class _Tensors(NamedTuple):
+    """The operands, in the schema's order."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    bias: Tensor | None
+    token_weight: Tensor | None
+    temperature: Tensor | None
+    last_columns: Tensor | None
+
+    @property
+    def trained(self) -> Tensor:
+        """The weight, or those of its columns that alone are trained."""
+        return self.weight if self.last_columns is None else self.last_columns
+
+
+_TENSORS = len(_Tensors._fields)
+
+
+class _Spec(NamedTuple):
+    """What an operator takes behind tensors."""
+
+    options: LossOptions
+    group_name: str | None
+    needs: list[bool]  # of hidden, weight and bias
+
+    @staticmethod
+    def of(inputs: Sequence[Any]) -> "_Spec":
+        """Return the spec that an operator was given."""
+        *values, group_name, needs = inputs
+        return _Spec(_options_of(values), group_name, needs)
 
 
 def apply(
@@ -108,13 +142,12 @@ def _metrics(options: LossOptions) -> int:
     return len(results._fields) - 1 if options.with_metrics else 0
 
 
-def _prepare(inputs: tuple[Any, ...]) -> tuple[Call, Operands]:
-    *values, group_name, needs = inputs[_TENSORS:]
-    group = None if group_name is None else torch_private.group_named(group_name)
-    *tensors, last_columns = inputs[:_TENSORS]
-    arguments: Any = (*tensors, _options_of(values), group)
+def _prepare(tensors: _Tensors, spec: _Spec) -> tuple[Call, Operands]:
+    *of_call, last_columns = tensors
+    group = None if spec.group_name is None else torch_private.group_named(spec.group_name)
+    arguments: Any = (*of_call, spec.options, group)
     # Symbolic sizes cannot tell whether dweight's memory is large enough for in_forward.
-    return prepare(Arguments(*arguments), needs, is_compiled=True, last_columns=last_columns)
+    return prepare(Arguments(*arguments), spec.needs, is_compiled=True, last_columns=last_columns)
 
 
 def _present(tensors: Any, like: Tensor) -> list[Tensor]:
@@ -122,27 +155,28 @@ def _present(tensors: Any, like: Tensor) -> list[Tensor]:
     return [like.new_empty(0) if x is None else x for x in tensors]
 
 
-def _forward(*inputs):
-    call, operands = _prepare(inputs)
-    columns = 0 if operands.last_columns is None else operands.last_columns.shape[1]
+def _forward(*inputs: Any) -> list[Tensor]:
+    tensors = _Tensors(*inputs[:_TENSORS])
+    spec = _Spec.of(inputs[_TENSORS:])
+    call, operands = _prepare(tensors, spec)
+    columns = 0 if tensors.last_columns is None else tensors.last_columns.shape[1]
     check_alike("linear_cross_entropy", call, operands, low_rank_columns=columns)
     operands = counted_operands(call, operands)
-    needs = inputs[-1]
-    shape = inputs[2].shape
+    shape = tensors.labels.shape
     with torch.no_grad():
         loss, metrics, saved = run_forward(call, operands)
     outputs = [x.reshape(shape) if x.dim() else x for x in (loss, *metrics) if x is not None]
-    return outputs + (_present(saved, loss) if any(needs) else [])
+    return outputs + (_present(saved, loss) if any(spec.needs) else [])
 
 
-def _fake_forward(*inputs):
-    call, operands = _prepare(inputs)
-    hidden = inputs[0]
-    of_tokens = inputs[2].shape
-    scalar = ()
+def _fake_forward(*inputs: Any) -> list[Tensor]:
+    tensors = _Tensors(*inputs[:_TENSORS])
+    call, operands = _prepare(tensors, _Spec.of(inputs[_TENSORS:]))
+    of_tokens = tensors.labels.shape
+    scalar = torch.Size()
 
-    def new(shape, dtype=call.stats_dtype):
-        return hidden.new_empty(shape, dtype=dtype)
+    def new(shape: torch.Size, dtype: torch.dtype = call.stats_dtype) -> Tensor:
+        return tensors.hidden.new_empty(shape, dtype=dtype)
 
     outputs = [new(of_tokens if call.options.reduction == "none" else scalar)]
     if call.options.with_metrics:
@@ -155,58 +189,78 @@ def _fake_forward(*inputs):
     return outputs + _present(schedule.saved_like(call, operands), outputs[0])
 
 
-def _backward(dloss, dlse, dlogprob, dentropy, *inputs):
-    inputs, saved, spec = inputs[:_TENSORS], inputs[_TENSORS], inputs[_TENSORS + 1 :]
-    hidden, weight, labels, bias = inputs[:4]
-    call, operands = _prepare((*inputs, *spec))
+def _backward(dloss: Any, dlse: Any, dlogprob: Any, dentropy: Any, *inputs: Any) -> list[Tensor]:
+    tensors = _Tensors(*inputs[:_TENSORS])
+    saved = inputs[_TENSORS]
+    spec = _Spec.of(inputs[_TENSORS + 1 :])
+    call, operands = _prepare(tensors, spec)
     kept = counted_operands(call, operands) if call.schedule.keeps_operands else None
-    needs = spec[-1]
-    if needs[1]:
-        check_not_resharded(weight)
+    if call.needs.weight:
+        check_not_resharded(tensors.weight)
     of_results = (dloss, dlse, dlogprob, dentropy)
     upstream = Upstream(*(g if g is None or g.dim() == 0 else g.reshape(-1) for g in of_results))
     gradients: Results = (None, None, None)
-    if labels.numel():  # without tokens, statistics are as empty as those that stand for None
-        tensors = tuple(x if x.numel() else None for x in saved)
+    if (
+        tensors.labels.numel()
+    ):  # without tokens, statistics are as empty as those that stand for None
+        present = tuple(x if x.numel() else None for x in saved)
         with torch.no_grad():  # an operator must not return its inputs
-            gradients = run_backward(call, kept, tensors, upstream, None, is_last=False)
-    # A needed gradient that is None here is one without elements, or without tokens: zeros.
+            gradients = run_backward(call, kept, present, upstream, None, is_last=False)
+
+    def result(gradient: Tensor | None, x: Tensor | None, is_needed: bool) -> Tensor:
+        if x is None or not is_needed:
+            return _nothing(tensors)
+        # None here is a gradient without elements, or without tokens.
+        return torch.zeros_like(x) if gradient is None else gradient.view(x.shape)
+
+    wanted = (tensors.hidden, tensors.trained, tensors.bias)
+    return [result(*of_one) for of_one in zip(gradients, wanted, spec.needs, strict=True)]
+
+
+def _fake_backward(
+    dloss: Any, dlse: Any, dlogprob: Any, dentropy: Any, *inputs: Any
+) -> list[Tensor]:
+    tensors = _Tensors(*inputs[:_TENSORS])
+    needs = inputs[-1]
+    wanted = (tensors.hidden, tensors.trained, tensors.bias)
     return [
-        hidden.new_empty(0) if not need else torch.zeros_like(x) if g is None else g.view(x.shape)
-        for g, x, need in zip(gradients, (hidden, operands.trained, bias), needs, strict=True)
+        _nothing(tensors)
+        if x is None or not need
+        else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x, need in zip(wanted, needs, strict=True)
     ]
 
 
-def _fake_backward(dloss, dlse, dlogprob, dentropy, *inputs):
-    hidden, weight, _, bias, *_, last_columns = inputs[:_TENSORS]
-    trained = weight if last_columns is None else last_columns
-    return [
-        torch.empty_like(x, memory_format=torch.contiguous_format) if need else hidden.new_empty(0)
-        for x, need in zip((hidden, trained, bias), inputs[-1], strict=True)
-    ]
+def _nothing(tensors: _Tensors) -> Tensor:
+    """Return what stands for a gradient that is not needed."""
+    return tensors.hidden.new_empty(0)
 
 
-def _setup_context(ctx, inputs, output):
-    operands = inputs[:_TENSORS]
-    ctx.spec = inputs[_TENSORS:]
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.inputs_behind = inputs[_TENSORS:]  # as an operator takes them
+    ctx.spec = _Spec.of(ctx.inputs_behind)
     ctx.set_materialize_grads(False)
-    saved = output[1 + _metrics(_options_of(ctx.spec[:-2])) :]
-    ctx.save_for_backward(*operands, *saved)
+    saved = output[1 + _metrics(ctx.spec.options) :]
+    ctx.save_for_backward(*inputs[:_TENSORS], *saved)
 
 
-def _differentiate(ctx, grads):
-    operands = ctx.saved_tensors[:_TENSORS]
+def _differentiate(ctx: Any, grads: Any) -> tuple[Tensor | None, ...]:
+    tensors = _Tensors(*ctx.saved_tensors[:_TENSORS])
     saved = list(ctx.saved_tensors[_TENSORS:])
-    needs = ctx.spec[-1]
-    with_metrics = _options_of(ctx.spec[:-2]).with_metrics
-    upstream = Upstream(*grads[:4]) if with_metrics else Upstream(grads[0])
+    spec: _Spec = ctx.spec
+    upstream = Upstream(*grads[:4]) if spec.options.with_metrics else Upstream(grads[0])
+    of_spec = (None,) * len(ctx.inputs_behind)
     if all(g is None for g in upstream):
-        return (None,) * (_TENSORS + len(ctx.spec))
-    backward = _operator("backward", ctx.spec[-2])
-    gradients = backward(*upstream, *operands, saved, *ctx.spec)
-    dhidden, dweight, dbias = (g if n else None for g, n in zip(gradients, needs, strict=True))
-    of_weight, of_columns = (dweight, None) if operands[-1] is None else (None, dweight)
-    return dhidden, of_weight, None, dbias, None, None, of_columns, *(None for _ in ctx.spec)
+        return (None,) * _TENSORS + of_spec
+    backward = _operator("backward", spec.group_name)
+    gradients = backward(*upstream, *tensors, saved, *ctx.inputs_behind)
+    needed = zip(gradients, spec.needs, strict=True)
+    dhidden, dweight, dbias = (g if need else None for g, need in needed)
+    of_columns = None
+    if tensors.last_columns is not None:
+        of_columns = dweight
+        dweight = None
+    return dhidden, dweight, None, dbias, None, None, of_columns, *of_spec
 
 
 def _register(suffix: str) -> None:
