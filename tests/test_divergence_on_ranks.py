@@ -212,16 +212,16 @@ def test_a_student_of_fewer_ids(how: str) -> None:
     given = problem(torch.float64, rows=10, teacher_rows=40, vocab_size=10)
     starts = torch.arange(10) // 5 * 20
     rows = starts + torch.tensor([3, 0, 19, 7, 8, 1, 2, 18, 5, 11])
-    assert given.teacher_bias is not None and given.bias is not None
     truth = given.changed(teacher_rows=rows)
     expected = run_reference(truth)
 
     def one(group: dist.ProcessGroup) -> Any:
         here = slice(*vocab_range(10, group.rank(), 2))
         theirs = slice(*vocab_range(40, group.rank(), 2))
-        options = {**given.options, "teacher_rows": rows[here], "tp_group": group}
+        options: dict[str, Any] = {**given.options, "teacher_rows": rows[here], "tp_group": group}
+        assert given.teacher_bias is not None and given.bias is not None
         own: Any = given.weight[here].clone()
-        bias = given.bias[here]
+        bias: Any = given.bias[here]
         if how == "ranges":
             options["vocab_range"] = here.start, here.stop
         if how == "dtensor":
@@ -229,9 +229,15 @@ def test_a_student_of_fewer_ids(how: str) -> None:
             own, bias = (DTensor.from_local(x, mesh, [Shard(0)]) for x in (own, bias))
             del options["vocab_size"]
         own.requires_grad_()
-        operands = given.hidden, own, given.teacher_hidden, given.teacher_weight[theirs]
-        biases = {"bias": bias, "teacher_bias": given.teacher_bias[theirs]}
-        loss = linear_divergence(*operands, **biases, **options)
+        loss = linear_divergence(
+            given.hidden,
+            own,
+            given.teacher_hidden,
+            given.teacher_weight[theirs],
+            bias=bias,
+            teacher_bias=given.teacher_bias[theirs],
+            **options,
+        )
         loss.backward()
         return loss.detach(), own.grad.to_local() if how == "dtensor" else own.grad
 

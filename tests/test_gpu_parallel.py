@@ -47,7 +47,7 @@ AT_ONCE = (
 def test_checks_pass_over_nccl(connections, world_size, monkeypatch, tmp_path):
     """Every one, and over one connection those of copies beside other work."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    names_at_once = AT_ONCE
+    names_at_once: tuple[tuple[str, ...], ...] = AT_ONCE
     if connections:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", str(connections))
         names_at_once = (gpu_parallel.BESIDE_OTHER_WORK,)

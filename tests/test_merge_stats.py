@@ -30,7 +30,7 @@ from tests.problems import (
     run_op,
 )
 
-SOME = {"with_metrics": True, "label_smoothing": 0.1, "z_loss_weight": 0.01}
+SOME: dict[str, Any] = {"with_metrics": True, "label_smoothing": 0.1, "z_loss_weight": 0.01}
 
 
 def cut(monkeypatch: pytest.MonkeyPatch, tiles: int, sums: int, T: int = T) -> None:

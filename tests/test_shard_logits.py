@@ -91,7 +91,7 @@ def test_layouts(name, layout, schedule, impl):
 def test_negated_upstream_gradients(schedule, impl):
     inputs = make_inputs(20, 70, 16, bias=True)
     g, metrics = per_token_upstream(20), metric_upstream(20, *METRICS)
-    options = {"reduction": "none"}
+    options: dict[str, Any] = {"reduction": "none"}
     if schedule == "in_forward":
         g, metrics, options = torch.tensor(0.7), {}, {}
     given = Upstream(negated(g), {name: negated(x) for name, x in metrics.items()})
@@ -165,7 +165,9 @@ class FarApart(torch.autograd.Function):
 @pytest.mark.parametrize("schedule", [*SCHEDULES, filtered.schedule(0.5)])
 def test_columns_that_lie_more_than_2_to_the_31_elements_apart(schedule):
     """Also of an upstream gradient per token. Filtered gradients of one tile are exact."""
-    inputs, upstream, options = make_inputs(33, 70, 4, torch.bfloat16), Upstream(), {}
+    inputs = make_inputs(33, 70, 4, torch.bfloat16)
+    upstream = Upstream()
+    options: dict[str, Any] = {}
     if schedule != "in_forward":
         upstream, options = Upstream(far_apart(torch.randn(33))), {"reduction": "none"}
     call = laid_out(linear_cross_entropy, FarApart.apply, "hidden", "weight")

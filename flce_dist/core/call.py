@@ -47,7 +47,10 @@ class Needs(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """Upstream gradients in the caller's order: [T_all] each, the loss's also a scalar."""
+    """Upstream gradients in the caller's order: [T_all] each, the loss's also a scalar.
+
+    Those of scores are of logprob, lse, other and entropy, in these places.
+    """
 
     loss: Tensor | None
     lse: Tensor | None = None

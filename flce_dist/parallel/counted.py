@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from flce_dist.parallel.collectives import TokenSum
+from flce_dist.parallel.collectives import TokenGather, TokenSum
 
 
 def at_places(x: Tensor, places: Tensor | None) -> Tensor:
@@ -20,6 +20,15 @@ def put_back(x: Tensor, places: Tensor | None, T_all: int, fill: float = 0) -> T
     if places is None:
         return x
     return x.new_full((T_all, *x.shape[1:]), fill).index_copy_(0, places, x)
+
+
+class ChosenTokens(TokenGather):
+    """The rows [T, H] at ``places`` of gathered tokens, which are waited for at once."""
+
+    owns_tokens = True
+
+    def __init__(self, gather: TokenGather, places: Tensor):
+        super().__init__(at_places(gather.wait(), places))
 
 
 class SumPutBack(TokenSum):

@@ -18,7 +18,7 @@ from flce_dist.parallel.collectives import (
     TokenGather,
     TokenSum,
 )
-from flce_dist.parallel.counted import PutBackAndScattered, SumPutBack, at_places
+from flce_dist.parallel.counted import ChosenTokens, PutBackAndScattered, SumPutBack
 from flce_dist.parallel.peers.copies import PeerGather, PeerScatter
 from flce_dist.parallel.peers.driver import PeerDriver, number_of_set_up, refuse_capture
 from flce_dist.parallel.peers.memory import PeerMemory
@@ -27,9 +27,7 @@ from flce_dist.parallel.peers.memory import PeerMemory
 def gather(x: Tensor, group: dist.ProcessGroup | None, places: Tensor | None = None) -> TokenGather:
     """Return the gather of [T / P, H] of every rank into [T, H], or of the tokens at ``places``."""
     if places is not None:
-        gathered = TokenGather(at_places(gather(x, group).wait(), places))
-        gathered.owns_tokens = True
-        return gathered
+        return ChosenTokens(gather(x, group), places)
     if group is None:
         return TokenGather(x)
     memories = memories_of(group, x.device)
