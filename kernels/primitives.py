@@ -10,6 +10,12 @@ INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _LOWEST = tl.constexpr(LOWEST)
 _RESCUE_ABOVE = tl.constexpr(RESCUE_ABOVE)
 LOG2E = tl.constexpr(1.4426950408889634)
+# Places in ``ShardLogits.scalars``.
+IGNORE_INDEX = tl.constexpr(0)
+LOGIT_SCALE = tl.constexpr(1)
+SOFTCAP = tl.constexpr(2)
+INVERSE_TEMPERATURE = tl.constexpr(3)
+N_COUNTED = tl.constexpr(4)
 
 
 @triton.constexpr_function
@@ -86,7 +92,7 @@ def softcap_slope(z, softcap, inverse_temperature):
 @triton.jit
 def inverse_temperatures(scalars, offs_t, mask_t):
     """Those of a tile's tokens, [BLOCK_T, 1]; 1 without temperatures, a factor that is no code."""
-    inverse_temperature_ptr = scalars[3]
+    inverse_temperature_ptr = scalars[INVERSE_TEMPERATURE]
     if inverse_temperature_ptr is None:
         return 1.0
     else:
@@ -190,8 +196,8 @@ def logits_tile(
 @triton.jit
 def logits_of(acc, bias_ptr, start_v, V, scalars, inverse_temperature, BLOCK_V: tl.constexpr):
     """Logits [BLOCK_T, BLOCK_V] from products ``acc`` of hidden and weight."""
-    logit_scale = scalars[1]
-    softcap = scalars[2]
+    logit_scale = scalars[LOGIT_SCALE]
+    softcap = scalars[SOFTCAP]
     z = acc * logit_scale
     if bias_ptr is not None:
         offs_v = start_v + tl.arange(0, BLOCK_V)

@@ -19,6 +19,7 @@ from torch import Tensor
 from flce_dist.kernels.logits.launching import matrix, tile_launch
 from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.primitives import (
+    N_COUNTED,
     computed,
     exp,
     load_tile,
@@ -98,7 +99,7 @@ def _pair_logits_kernel(
     PARTS: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th tile of logits."""
-    num_t = tl.cdiv(computed(scalars[4], T), BLOCK_T)
+    num_t = tl.cdiv(computed(scalars[N_COUNTED], T), BLOCK_T)
     num_v = tl.cdiv(V, BLOCK_V)
     plane = tl.cast(num_v, tl.int64) * T
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=True):

@@ -24,6 +24,9 @@ from flce_dist.kernels.logits.named_columns import named_column, named_tiles, ta
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits
 from flce_dist.kernels.logits.target import Target
 from flce_dist.kernels.primitives import (
+    IGNORE_INDEX,
+    N_COUNTED,
+    SOFTCAP,
     computed,
     exp,
     first_reference,
@@ -71,13 +74,13 @@ def _linear_stats_kernel(
     GROUP_V: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th tile of logits, and reduces it over its columns."""
-    ignore_index = scalars[0]
-    softcap = scalars[2]
+    ignore_index = scalars[IGNORE_INDEX]
+    softcap = scalars[SOFTCAP]
     cached_v, stride_cache_t = cache_sizes
     FLATTEN: tl.constexpr = named is None  # a loop in the epilogue forbids it
     if named is not None:
         ids_ptr, end_ptr, z_ptr, tiles_ptr, most_ptr = named
-    num_t = tl.cdiv(computed(scalars[4], T), BLOCK_T)
+    num_t = tl.cdiv(computed(scalars[N_COUNTED], T), BLOCK_T)
     num_v = tl.cdiv(V, BLOCK_V)
     plane = tl.cast(num_v, tl.int64) * (BLOCK_V // GROUP_V) * T
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=FLATTEN):
