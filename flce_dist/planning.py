@@ -110,6 +110,8 @@ def plan(
     """
     flags = {"with_metrics": values.flag("with_metrics", with_metrics)}
     checked = checked_options(**keywords_of(plan, options, **flags))
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype must be a torch.dtype, got {values.shown(dtype)}")
     P = values.count("tp_size", tp_size, optional=True)
     if P is None:
         check_group(tp_group, checked.sequence_parallel)

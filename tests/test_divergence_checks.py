@@ -58,8 +58,8 @@ ERRORS: dict[str, dict[str, Any]] = {
     },
     f"teacher_weight must be [V, H] with H = {H_T} from teacher_hidden, got ({H_T}, {V}): pass "
     "teacher_weight.T": {"teacher_weight": torch.zeros(H_T, V)},
-    f"teacher_weight must have the {V} rows of weight, or vocab_size name how many ids both have "
-    f"and teacher_rows which rows, got ({V - 1}, {H_T})": {
+    f"teacher_weight must have the {V} rows of weight, got ({V - 1}, {H_T}): pass vocab_size if "
+    "the first ids are the same, else teacher_rows, the teacher's row of each id": {
         "teacher_weight": torch.zeros(V - 1, H_T)
     },
     f"teacher_weight must have the 40 rows of vocab_size, on 1 ranks 40 each, got (30, {H_T})": {

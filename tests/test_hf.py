@@ -284,7 +284,10 @@ def test_refusals():
     assert "loss_function must be ForCausalLMLoss" in complaint(NotImplementedError, own_loss)
     wrapped = complaint(NotImplementedError, nn.Sequential)
     assert "must be a PreTrainedModel or PeftModel, got Sequential" in wrapped
-    assert "LoRA on one, got None" in complaint(NotImplementedError, lambda one: one.model)
+    assert complaint(NotImplementedError, nn.DataParallel).endswith("or pass model.module")
+    assert complaint(NotImplementedError, lambda one: "name").endswith("PeftModel, got str")
+    without_head = complaint(NotImplementedError, lambda one: one.model)
+    assert "got a LlamaModel without one: pass a model for causal" in without_head
     for name in ("softcap", "reduction", "logit_scale", "tp_group"):
         assert name in complaint(TypeError, lambda one: None, **{name: None})
 

@@ -191,6 +191,25 @@ def test_models_do_not_mix_and_keep_their_metrics(group):
     assert ours.__name__ == type(plain.output_layer).__name__
 
 
+@on_ranks(1)
+def test_a_second_call_changes_options(group):
+    """Those of the last call hold; hooks are registered once."""
+    model = plugged(1, sp=False, label_smoothing=0.1, metrics=True)
+    smoothed = token_losses(model, *batch())
+    assert model.output_layer.last_metrics is not None
+    hooks = len(model._forward_hooks), len(model._forward_pre_hooks)
+    assert use_linear_cross_entropy(model, z_loss_weight=0.5) is model
+    assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == hooks
+    expected = token_losses(plugged(1, sp=False, z_loss_weight=0.5), *batch())
+    loss = token_losses(model, *batch())
+    assert torch.equal(loss, expected) and not torch.allclose(loss, smoothed)
+    assert model.output_layer.last_metrics is None
+    other = megatron(1, False, False)
+    other.output_layer = model.output_layer
+    with pytest.raises(ValueError, match="must have no plug-in of another model"):
+        use_linear_cross_entropy(other)
+
+
 def development_layer() -> Any:
     """The development branch's layer; in a release, a subclass in its place."""
     import megatron.core.transformer as parent

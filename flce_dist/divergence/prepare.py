@@ -207,8 +207,8 @@ def _check_sizes(arguments: Arguments, student: Arguments, call: Call, rows: Ten
         return
     if vocab_size is None and V_of_teacher != V:
         raise ValueError(
-            f"teacher_weight must have the {V} rows of weight, or vocab_size name how many ids "
-            f"both have and teacher_rows which rows, got {got}"
+            f"teacher_weight must have the {V} rows of weight, got {got}: pass vocab_size if the "
+            "first ids are the same, else teacher_rows, the teacher's row of each id"
         )
     P = collectives.group_size(student.tp_group)
     if vocab_size is not None and V_of_teacher * P < vocab_size:

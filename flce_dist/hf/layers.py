@@ -113,12 +113,18 @@ def loss_of(
     rows = formula.rows(hidden)
     if low_rank is not None:
         low_rank = formula.rows(low_rank[0]), low_rank[1]
+    tokens = rows.shape[:-1]
+    if labels.numel() != tokens.numel():
+        raise ValueError(
+            f"labels must be of the {tokens.numel()} tokens that have logits, got {labels.numel()}:"
+            " with labels logits_to_keep must leave all tokens"
+        )
     mesh: Any = getattr(weight, "device_mesh", None)
     is_split = isinstance(weight, DTensor) and weight.placements == (Shard(0),)
     return linear_cross_entropy(
         rows,
         weight,
-        labels.view(rows.shape[:-1]),
+        labels.view(tokens),
         softcap=formula.softcap,
         logit_scale=formula.scale,
         bias=bias if bias is None or formula.scale == 1.0 else bias * formula.scale,

@@ -107,6 +107,7 @@ def use_linear_cross_entropy(
     checked_options(**keywords_of(use_linear_cross_entropy, options, **_FIXED))
     if logits not in (None, True, False):
         raise ValueError(f"logits must be None, True or False, got {logits!r}")
+    _check_kind(model)
     base = _base_of(restore(model))
     _check_model(base)
     base.linear_cross_entropy = Settings({**options}, logits)
@@ -141,16 +142,33 @@ def _class_names(layer: Any) -> str:
     return " around ".join(names)
 
 
-def _check_model(base: Any) -> None:
+def _check_kind(model: Any) -> None:
     from transformers import PreTrainedModel
+
+    base = _base_of(model)
+    if isinstance(base, PreTrainedModel):
+        return
+    inner = next((name for name in ("module", "_orig_mod") if hasattr(model, name)), None)
+    way_out = ""
+    if inner is not None:
+        way_out = f": call it before the model is wrapped, or pass model.{inner}"
+    elif type(base).__module__.startswith("megatron."):
+        way_out = ": for a model of megatron-core there is flce_dist.megatron"
+    raise NotImplementedError(
+        f"model must be a PreTrainedModel or PeftModel, got {type(base).__name__}{way_out}"
+    )
+
+
+def _check_model(base: Any) -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    if not isinstance(base, PreTrainedModel):
-        raise NotImplementedError(
-            f"model must be a PreTrainedModel or PeftModel, got {type(base).__name__}"
-        )
     head = base.get_output_embeddings()
-    if head is None or not all(map(is_known, layers_of(head))):
+    if head is None:
+        raise NotImplementedError(
+            f"model must have an output layer over the vocabulary, got a {type(base).__name__} "
+            "without one: pass a model for causal language modelling (...ForCausalLM)"
+        )
+    if not all(map(is_known, layers_of(head))):
         raise NotImplementedError(
             f"the output layer must be an nn.Linear, or LoRA on one, got {_class_names(head)}"
         )

@@ -39,10 +39,14 @@ def check_layer(layer: Any) -> None:
     """Raise if the output layer is missing, replaced already, or patched."""
     if layer is None:
         raise ValueError(
-            "model must have an output_layer; pipeline stages with post_process=False have none"
+            "model must have an output_layer; pipeline stages with post_process=False have none, "
+            "and for a model of transformers there is flce_dist.hf"
         )
     if any(isinstance(module, FusedLayer) for module in layer.modules()):
-        raise ValueError("model must not have its output layer replaced twice")
+        raise ValueError(
+            "model.output_layer must have no plug-in of another model, or below what wraps it: "
+            "call use_linear_cross_entropy before others take the layer"
+        )
     if "forward" in vars(layer):
         raise NotImplementedError(
             "model.output_layer must have the forward of its class, got it patched, which needs "

@@ -20,6 +20,7 @@ from typing_extensions import Unpack
 
 from flce_dist.arguments.options import KEYWORDS, LossOptions, MegatronOptions, keywords_of
 from flce_dist.megatron import checks, watchers
+from flce_dist.megatron.fused_layer import FusedLayer
 from flce_dist.megatron.symbolic import HeadCall, SymbolicHead, check_result
 
 _FIXED: dict[str, Any] = dict(
@@ -43,9 +44,10 @@ def use_linear_cross_entropy(
     """Make ``model`` compute its loss by ``linear_cross_entropy``, and return it.
 
     Call it before the model is wrapped in Float16Module, DDP or FSDP, on every rank and pipeline
-    stage: one without output layer is left as it is. With labels [b, s] the model returns the loss
-    [b, s] fp32 as before. The tensor-parallel group, sequence parallelism, tied embeddings, MuP's
-    scale and gradient_accumulation_fusion are the model's; its cross-entropy fusions are unused.
+    stage: one without output layer is left as it is. Call it again to change options: those of the
+    last call hold. With labels [b, s] the model returns the loss [b, s] fp32 as before. The
+    tensor-parallel group, sequence parallelism, tied embeddings, MuP's scale and
+    gradient_accumulation_fusion are the model's; its cross-entropy fusions are unused.
 
     Args:
         model: a ``GPTModel``, ``MambaModel``, ``HybridModel``, ``T5Model`` or a subclass; or a list
@@ -62,7 +64,7 @@ def use_linear_cross_entropy(
             that mask no token.
 
     Raises:
-        ValueError: the model is wrapped or has no output layer, the layer is already replaced, or
+        ValueError: the model is wrapped or has no output layer, the layer is another model's, or
             an option is wrong.
         NotImplementedError: with defer_embedding_wgrad_compute, weights sharded by GTP, an output
             layer of another class (such as MXFP8's), a compute_language_model_loss of the model's
@@ -88,10 +90,12 @@ def use_linear_cross_entropy(
 
 def _replace(model: Any, options: LossOptions, metrics: bool) -> None:
     layer: Any = getattr(model, "output_layer", None)
-    layer_class = replacement_of(model, layer)
+    has_options = isinstance(layer, FusedLayer) and checks.is_plugged(model)
+    layer_class = type(layer) if has_options else replacement_of(model, layer)
     options = checks.checked_for_layer(options, layer)
     layer.loss_keywords = {name: getattr(options, name) for name in KEYWORDS if name not in _FIXED}
     layer.keeps_metrics = metrics
+    layer.last_metrics = None
     layer.__class__ = layer_class
     if checks.is_plugged(model):  # with another output layer than now
         return

@@ -12,6 +12,7 @@ from flce_dist.divergence import (
     linear_divergence,
     linear_divergence_with_metrics,
 )
+from flce_dist.megatron import checks
 from flce_dist.megatron.token_scores import instead_of_logits, owner_of, transposed
 
 _OF_TEACHER = ("bias", "logit_scale", "softcap")  # of ``keywords_of_logits``
@@ -68,7 +69,9 @@ def divergence(
         loss = divergence(model, teacher, ids, positions, None, labels=labels, reduction="mean")
         loss.backward()
     """
-    for side in (model, teacher):
+    for name, side in (("model", model), ("teacher", teacher)):
+        if getattr(owner_of(side), "post_process", True) and not checks.is_plugged(owner_of(side)):
+            raise ValueError(f"{name} must be one that use_linear_cross_entropy was called with")
         if not getattr(owner_of(side), "post_process", True):
             raise NotImplementedError(
                 "divergence needs the output layers of both models on this rank, got a pipeline "
