@@ -205,7 +205,9 @@ def _backward(dloss: Any, dlse: Any, dlogprob: Any, dentropy: Any, *inputs: Any)
     ):  # without tokens, statistics are as empty as those that stand for None
         present = tuple(x if x.numel() else None for x in saved)
         with torch.no_grad():  # an operator must not return its inputs
-            gradients = run_backward(call, kept, present, upstream, None, is_last=False)
+            gradients = run_backward(
+                call, kept, present, upstream, None, wants_dweight=call.needs.weight, is_last=False
+            )
 
     def result(gradient: Tensor | None, x: Tensor | None, is_needed: bool) -> Tensor:
         if x is None or not is_needed:

@@ -67,6 +67,13 @@ def test_temperatures_of_tokens(bad: float) -> None:
     assert (best.ids >= 0).all(1).tolist() == [t != 4 for t in range(T)]
 
 
+def test_without_labels_no_token_is_ignored() -> None:
+    """Whatever ignore_index is."""
+    asked = problem(labelled=False)
+    expected = linear_top_k(asked.hidden, asked.weight, 2)
+    assert same_bits(linear_top_k(asked.hidden, asked.weight, 2, ignore_index=0), expected)
+
+
 def test_csr_needs_ids() -> None:
     with pytest.raises(ValueError, match="csr needs ids"):
         best(problem(k=None)).csr()

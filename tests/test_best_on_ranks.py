@@ -131,7 +131,7 @@ def test_dtensors(group: Any, tokens: Any) -> None:
     ({"labels": torch.ones(12, dtype=torch.long)}, "hash of labels is "),
     ({"top_p": 0.5}, "top_p=0.5"),
     ({"seed": 4}, "'Sample(seed=3)' on ranks 0, 2 and 'Sample(seed=4)' on rank 1"),
-    ({"counters": torch.ones(12, dtype=torch.long)}, "hash of labels is "),
+    ({"counters": torch.ones(12, dtype=torch.long)}, "hash of counters is "),
 ], ids=str)  # fmt: skip
 def test_ranks_that_ask_for_different_things_are_told(
     changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch

@@ -74,6 +74,16 @@ ERRORS: dict[str, dict[str, Any]] = {
     f"teacher_bias must be [V] with V = {V} from teacher_weight, got (3,)": {
         "teacher_bias": torch.zeros(3)
     },
+    f"teacher_bias must be [V] with V = {V} from teacher_weight, got ({V + 9},)": {
+        "teacher_bias": torch.zeros(V + 9),
+        "teacher_rows": torch.arange(V),
+    },
+    "teacher_vocab_range must be half-open (start, end) with end - start = "
+    f"{V} from teacher_weight, got (-5, {V - 5})": {
+        "teacher_vocab_range": (-5, V - 5),
+        "teacher_rows": torch.zeros(V).long(),
+        "vocab_size": V,
+    },
     f"teacher_temperature must be ({T},), as tokens, got ({T}, 1): pass "
     f"teacher_temperature.reshape(({T},))": {"teacher_temperature": torch.ones(T, 1)},
     f"teacher_vocab_range must be half-open (start, end) with end - start = {V} from "

@@ -1,11 +1,15 @@
 """When dweight is added into ``weight.main_grad``, into which buffer, and what autograd gets."""
 
+import functools
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from flce_dist.testing import relative_rms
+from flce_dist import linear_cross_entropy, linear_logprob
+from flce_dist.testing import relative_rms, run_ranks
 from tests.problems import each_schedule
 from tests.test_main_grad import assert_added, loss_of, parameter, problem, step, unfused
 
@@ -89,3 +93,43 @@ def test_autocast_adds_to_the_main_grad_of_the_fp32_weight():
     change = weight.main_grad - weight.before
     assert relative_rms(change, unfused(inputs)) < 0.02
     assert weight.grad.dtype == torch.float32 and not weight.grad.any()
+
+
+def loss_alone(hidden: Any, weight: Any, **options: Any) -> torch.Tensor:
+    labels = torch.arange(2 * len(hidden)) % 32
+    return linear_cross_entropy(hidden, weight, labels, **options)
+
+
+def score_alone(hidden: Any, weight: Any, **options: Any) -> torch.Tensor:
+    ids = torch.arange(4 * len(hidden)).view(-1, 2) % 32
+    del options["schedule"]
+    return linear_logprob(hidden, weight, ids, over="ids", **options).logprob.sum()
+
+
+@pytest.mark.parametrize(
+    ("op", "schedule"),
+    [(loss_alone, name) for name in ("cached", "recompute", "in_forward")] + [(score_alone, "")],
+)
+def test_ranks_that_ask_for_other_gradients(op, schedule):
+    """The one that wants no dweight makes the same collectives, and adds nothing."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(8, 8, generator=generator, dtype=torch.float64)
+    weight = torch.randn(32, 8, generator=generator, dtype=torch.float64)
+
+    def rank(group: dist.ProcessGroup, adds: bool) -> Any:
+        own = hidden[group.rank() * 4 :][:4].clone().requires_grad_()
+        rows: Any = weight[group.rank() * 16 :][:16].clone().requires_grad_()
+        rows.main_grad = torch.zeros_like(rows)
+        options = {"tp_group": group, "sequence_parallel": True, "schedule": schedule}
+        loss = op(own, rows, accumulate_dweight=adds, **options)
+        wants_dweight = not adds or group.rank() == 1
+        asked = [own, rows] if wants_dweight else [own]
+        dhidden, *dweight = torch.autograd.grad(loss, asked, allow_unused=True)
+        return dhidden, rows.main_grad if adds else dweight[0]
+
+    plain = run_ranks(functools.partial(rank, adds=False), 2)
+    found = run_ranks(functools.partial(rank, adds=True), 2)
+    for (dhidden, _), (expected, _) in zip(found, plain, strict=True):
+        assert torch.equal(dhidden, expected)
+    assert not found[0][1].any()
+    assert relative_rms(found[1][1], plain[1][1]) <= 1e-14

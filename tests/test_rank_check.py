@@ -240,7 +240,7 @@ def test_ids_of_scores_are_compared():
         return of_none + complaint(linear_logprob, hidden, hidden, ids, tp_group=group)
 
     hidden = torch.ones(T, 4)
-    assert all(said.startswith(f"{BEGINS}hash of labels is ") for said in run_ranks(rank, 2))
+    assert all(said.startswith(f"{BEGINS}hash of ids is ") for said in run_ranks(rank, 2))
 
 
 @pytest.mark.parametrize(("name", "other"), [
@@ -313,7 +313,7 @@ def test_each_function_is_compared():
         return [*said, complaint(scored if group.rank() else counted)]
 
     (said,) = {tuple(texts) for texts in run_ranks(rank, 2)}
-    assert said[0] == "" and said[1].startswith(f"{BEGINS}hash of labels is ")
+    assert said[0] == "" and said[1].startswith(f"{BEGINS}hash of ids is ")
     assert said[2] == (
         f"{BEGINS}function is 'linear_cross_entropy_with_metrics' on rank 0 and "
         "'linear_logprob' on rank 1"

@@ -82,7 +82,7 @@ _SAID = {
     "over": "plan is 'OverVocabulary",
     "sequence_parallel": "from hidden (12, 8)",
     "sequence_dim": "sequence_",
-    "counters": "hash of labels is",
+    "counters": "hash of counters is",
     "with_entropy": "with_metrics is",
     "teacher_bias": "bias True",
     "teacher_softcap": "softcap 3.0",

@@ -19,13 +19,7 @@ def check_tensors(
     check_tensor("weight", weight, FLOATS, hidden)
     check_tensor("labels", labels, LABELS, hidden)
     check_shapes(hidden, weight)
-    if bias is not None:
-        check_tensor("bias", bias, FLOATS, hidden)
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(
-                f"bias must be [V] with V = {weight.shape[0]} from weight, got {tuple(bias.shape)}"
-                + ways_out.reshaped("bias", bias, weight.shape[:1])
-            )
+    check_bias(bias, weight, hidden)
     check_one_dtype(hidden, weight=weight, bias=bias)
     for name, x in of_tokens.items():
         if x is None:
@@ -43,6 +37,18 @@ def check_tensors(
                 f"{name} must have requires_grad=False, since it gets no gradient, got True: pass "
                 f"{name}.detach()"
             )
+
+
+def check_bias(bias: Tensor | None, weight: Tensor, hidden: Tensor) -> None:
+    """Check that bias, if there is one, is [V] for weight [V, H]."""
+    if bias is None:
+        return
+    check_tensor("bias", bias, FLOATS, hidden)
+    if bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"bias must be [V] with V = {weight.shape[0]} from weight, got {tuple(bias.shape)}"
+            + ways_out.reshaped("bias", bias, weight.shape[:1])
+        )
 
 
 def check_shapes(hidden: Tensor, weight: Tensor) -> None:

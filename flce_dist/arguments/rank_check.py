@@ -40,6 +40,10 @@ _HINTS = {  # after the first of these that differs
 }
 
 
+_LABELS = {"linear_logprob": "ids", "linear_sample": "counters"}
+"""What labels are to the functions to which they are something else."""
+
+
 class _Message(NamedTuple):
     """What a rank sends at a first call, about 1 KiB."""
 
@@ -71,7 +75,7 @@ def check_alike(
     group = call.tp_group
     if group is None or not _is_first(function, group, operands.hidden):
         return
-    summary = _summary(call, operands, low_rank_columns)
+    summary = _summary(call, operands, low_rank_columns, _LABELS.get(function, "labels"))
     summary["values"] |= {f"hash of {name}": _hash(x) for name, x in more_values.items()}
     facts = _facts_of_all(function, summary, group, operands.hidden)
     arguments, rows, values, plans, weights = zip(*(x.values() for x in facts), strict=True)
@@ -203,8 +207,10 @@ def _raise(differences: Sequence[str]) -> None:
     raise ValueError(f"ranks must call alike: {text}" + (f"; {hint}" if hint else ""))
 
 
-def _summary(call: Call, operands: Operands, low_rank_columns: int) -> dict[str, Any]:
-    """Return this rank's facts about the call."""
+def _summary(
+    call: Call, operands: Operands, low_rank_columns: int, labels_are: str
+) -> dict[str, Any]:
+    """Return this rank's facts about the call, whose function calls its labels so."""
     hidden, weight, bias, labels, token_weight, _, inverse, offsets, *_ = operands
     options = call.options
     start = call.vocab_start_index
@@ -228,7 +234,7 @@ def _summary(call: Call, operands: Operands, low_rank_columns: int) -> dict[str,
         },
         "rows": [min(row, call.vocab_size) for row in (start, start + len(weight))],
         "values": {
-            "hash of labels": _hash(labels, offsets),
+            f"hash of {labels_are}": _hash(labels, offsets),
             "hash of token_weight": _hash(token_weight),
             "hash of temperature": _hash(inverse),
         },

@@ -135,6 +135,8 @@ def linear_top_k(
             raise ValueError(
                 "labels must be given with max_counted, since they say which tokens count, got None"
             )
+    if labels is None and checked.ignore_index == 0:  # what each token then has as its label
+        checked = replace(checked, ignore_index=-1)
     schedule = TopK(k or 0, top_p, with_labels=labels is not None)
     arguments = _arguments(hidden, weight, labels, bias, temperature, checked, tp_group)
     lse, ids, logprob, label_logprob, label_rank = _results("linear_top_k", arguments, schedule)

@@ -2,7 +2,6 @@
 
 import weakref
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,9 +63,11 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         call = ctx.call
         if call.needs.weight:
             check_not_resharded(ctx.weight_ref())
-        # What was needed in forward does not know of torch.autograd.grad(loss, hidden).
-        if call.accumulates_dweight and not torch_private.is_wanted(ctx.next_functions[1][0]):
-            call = replace(call, needs=call.needs._replace(weight=False))
+        # needs.weight is of forward, the same on all ranks, which so exchange the same; a rank's
+        # torch.autograd.grad(loss, hidden) may not want the weight's gradient.
+        wants_dweight = call.needs.weight
+        if call.accumulates_dweight:
+            wants_dweight = torch_private.is_wanted(ctx.next_functions[1][0])
         gradients: Results = (None, None, None)
         of_outputs = Upstream(*upstream[:4])
         if any(g is not None for g in of_outputs):
@@ -79,6 +80,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 saved,
                 of_outputs,
                 ctx.main_grad,
+                wants_dweight=wants_dweight,
                 is_last=not torch_private.keeps_graph(),
             )
         return *gradients, None, None, None, None
@@ -146,16 +148,18 @@ def run_backward(
     upstream: Upstream,
     main_grad: MainGrad | None,
     *,
+    wants_dweight: bool,
     is_last: bool,
 ) -> Results:
     """Return the gradients of hidden, weight and bias, on the upstream gradients' device.
 
-    With ``main_grad`` dweight is added to that.
+    With ``main_grad`` dweight is added to that. A rank that does not want dweight makes the same
+    collectives without it.
     """
     upstream = Upstream(*map(as_stored, upstream))
     with computing_on(next(g for g in upstream if g is not None)):
         accumulator = None
-        if operands is not None and call.needs.weight:
+        if operands is not None and wants_dweight:
             if main_grad is None:
                 accumulator = new_dweight(operands.trained, call.dtype)
             else:
@@ -163,6 +167,8 @@ def run_backward(
         dhidden, dweight, dbias = call.schedule.backward(
             Backward(call, operands, saved, upstream, accumulator, is_last)
         )
+        if not wants_dweight:
+            return dhidden, None, dbias
         if dweight is not None and main_grad is not None:
             dweight = main_grad.added(dweight) if accumulator is None else main_grad.closed()
         elif dweight is not None and accumulator is None:

@@ -12,7 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from flce_dist import torch_private
 from flce_dist.arguments import values
-from flce_dist.arguments.check_tensors import FLOATS, LABELS, check_shapes, check_tensor
+from flce_dist.arguments.check_tensors import (
+    FLOATS,
+    LABELS,
+    check_bias,
+    check_shapes,
+    check_tensor,
+)
 from flce_dist.arguments.dtensor import localized
 from flce_dist.arguments.options import LossOptions
 from flce_dist.arguments.passed import (
@@ -155,6 +161,7 @@ def _prepared(
     check_tensor("teacher_weight", arguments.weight, FLOATS, student.hidden)
     with _named_as_the_teachers():
         check_shapes(arguments.hidden, arguments.weight)
+        check_bias(arguments.bias, arguments.weight, arguments.hidden)
     _check_sizes(arguments, student, call, rows)
     if rows is not None:
         arguments = _with_rows(arguments, rows, student)
@@ -232,7 +239,12 @@ def _with_rows(arguments: Arguments, rows: Tensor, student: Arguments) -> Argume
         )
     start = collectives.group_rank(student.tp_group) * len(weight)
     if arguments.options.vocab_range is not None:
-        start, _ = arguments.options.vocab_range
+        start, end = arguments.options.vocab_range
+        if start < 0 or end - start != len(weight):
+            raise ValueError(
+                "teacher_vocab_range must be half-open (start, end) with end - start = "
+                f"{len(weight)} from teacher_weight, got {(start, end)}"
+            )
     rows = rows.long() - start
     is_here = ((rows >= 0) & (rows < len(weight))).all()
     words = f"teacher_rows must be within this rank's rows [{start}, {start + len(weight)})"

@@ -84,12 +84,13 @@ def _gradients(request: Backward, ids: TokenIds, factor: Tensor) -> Results:
     if not (call.needs.weight or call.needs.bias):
         return gradients.finished()
     entries = entries_by_id(ids, factor)
-    if gradients.dweight is not None and gather is not None:
+    hidden = None if gather is None else gather.wait()  # even if nothing reads it
+    if gradients.dweight is not None and hidden is not None:
         out = rows_of(gradients.dweight, 0, call.V)
         adds = gradients.accumulates
         if not adds:
             out.zero_()
-        kernels.dweight_of_ids(entries, gather.wait(), vocab_start_index=start, out=out, adds=adds)
+        kernels.dweight_of_ids(entries, hidden, vocab_start_index=start, out=out, adds=adds)
     if gradients.dbias is not None:
         ones = factor.new_full((1, 1), 1 / call.options.logit_scale).expand(call.T, 1)
         dbias = gradients.dbias[: call.V, None]

@@ -192,7 +192,6 @@ def refusals(at: Setting) -> float:
     refused(model, ValueError, 'reduction must be "none" or "sum"', reduction="mean")
     refused(gpt(at, mtp=1), NotImplementedError, "multi-token prediction", reduction="sum")
     refused(model, TypeError, "Did you mean 'softcap'", soft_cap=1.0)
-    refused(use_linear_cross_entropy(model), ValueError, "twice")
     del model.output_layer
     refused(model, ValueError, "pipeline stages")
 
