@@ -50,7 +50,7 @@ class FilteredLossWithMetrics(NamedTuple):
     rank_one_mass: Tensor  # mean over counted tokens of the probability in the others
 
 
-@torch_private.constant_in_graphs  # compiled code may make one, too
+@torch_private.constant_in_graphs  # traced, it would not be registered in time
 def schedule(eps: float) -> "Filter":
     """Return the value of ``schedule`` that approximates the gradients, not the loss; experimental.
 
@@ -60,6 +60,7 @@ def schedule(eps: float) -> "Filter":
     [0, 1), and when not to. 0.0 keeps every tile, which is schedule "recompute" in every bit.
     With ``max_counted`` or ``skip_ignored`` tiles are of tokens that count, one after the other, so
     other tiles are kept than without. Excludes softcap, tp_invariant and gradients of metrics.
+    Make it outside of what torch.compile compiles.
 
     Example::
 
