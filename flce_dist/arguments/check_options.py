@@ -56,15 +56,21 @@ def check_rows(V: int, options: LossOptions, *, P: int, rank: int) -> None:
             "vocab_size must be given with vocab_range, since one rank's rows do not determine it, "
             "got None"
         )
-    if start < 0 or end - start != V:
-        raise ValueError(
-            f"vocab_range must be half-open (start, end) with end - start = {V} from weight, "
-            f"got {options.vocab_range}"
-        )
+    check_range(options.vocab_range, V)
     if (rank == 0 and start != 0) or (rank == P - 1 and end < vocab_size):
         raise ValueError(
             f"vocab_range of the {P} ranks must cover [0, {vocab_size}), "
             f"got {options.vocab_range} on rank {rank}"
+        )
+
+
+def check_range(vocab_range: tuple[int, int], V: int) -> None:
+    """Check that the range has the V rows of weight."""
+    start, end = vocab_range
+    if start < 0 or end - start != V:
+        raise ValueError(
+            f"vocab_range must be half-open (start, end) with end - start = {V} from weight, "
+            f"got {vocab_range}"
         )
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from flce_dist.api import linear_cross_entropy_with_metrics
 from flce_dist.arguments.dtensor import gathered
 from flce_dist.arguments.options import Kind
+from flce_dist.compat.stand_ins import StandIns
 from flce_dist.divergence import linear_divergence_with_metrics
 
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -139,14 +140,7 @@ class DTensorButNoParameter(metaclass=_OfParameters):
     """
 
 
-_theirs: list[tuple[Any, str, Any]] = []
-"""A module of TRL, a name, and what it stood for while it stands for ours."""
-
-
-def _put(module: Any, name: str, ours: Any) -> None:
-    if getattr(module, name) is not ours:
-        _theirs.append((module, name, getattr(module, name)))
-        setattr(module, name, ours)
+_stand_ins = StandIns()
 
 
 def use_linear_cross_entropy() -> None:
@@ -156,8 +150,8 @@ def use_linear_cross_entropy() -> None:
 
     if not hasattr(utils, "_ChunkedLogProbFunction"):
         raise NotImplementedError(f"TRL 1.16's fused LM head is not in TRL {trl.__version__}")
-    _put(utils, "_ChunkedLogProbFunction", ChunkedLogProbFunction)
-    _put(utils, "DTensor", DTensorButNoParameter)
+    _stand_ins.put(utils, "_ChunkedLogProbFunction", ChunkedLogProbFunction)
+    _stand_ins.put(utils, "DTensor", DTensorButNoParameter)
 
 
 def use_linear_divergence() -> None:
@@ -167,11 +161,9 @@ def use_linear_divergence() -> None:
 
     if not hasattr(distillation_trainer, "ChunkedDivergenceFunction"):
         raise NotImplementedError(f"TRL 1.16's divergence is not in TRL {trl.__version__}")
-    _put(distillation_trainer, "ChunkedDivergenceFunction", ChunkedDivergenceFunction)
+    _stand_ins.put(distillation_trainer, "ChunkedDivergenceFunction", ChunkedDivergenceFunction)
 
 
 def restore() -> None:
     """Undo ``use_linear_cross_entropy`` and ``use_linear_divergence``, where they were called."""
-    while _theirs:
-        module, name, value = _theirs.pop()
-        setattr(module, name, value)
+    _stand_ins.restore()

@@ -1,16 +1,15 @@
 """verl 0.9's fused ``linear_cross_entropy``: log-probabilities and entropy of each token."""
 
 import sys
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.api import linear_cross_entropy_with_metrics
 from flce_dist.arguments.options import Reduction
+from flce_dist.compat.stand_ins import StandIns
 
-_replaced: list[tuple[dict[str, Any], Any]] = []
-"""Modules' names in which verl's function was replaced, and that function."""
+_stand_ins = StandIns()
 
 
 def linear_cross_entropy(
@@ -62,16 +61,11 @@ def use_linear_cross_entropy() -> None:
     from verl.utils.kernel import linear_cross_entropy as module
 
     theirs = module.linear_cross_entropy
-    if theirs is linear_cross_entropy:
-        return
-    for loaded in [getattr(x, "__dict__", {}) for x in sys.modules.values()]:
-        if loaded.get("linear_cross_entropy") is theirs:
-            loaded["linear_cross_entropy"] = linear_cross_entropy
-            _replaced.append((loaded, theirs))
+    for loaded in list(sys.modules.values()):
+        if getattr(loaded, "__dict__", {}).get("linear_cross_entropy") is theirs:
+            _stand_ins.put(loaded, "linear_cross_entropy", linear_cross_entropy)
 
 
 def restore() -> None:
     """Undo ``use_linear_cross_entropy``, where it was called."""
-    while _replaced:
-        names, theirs = _replaced.pop()
-        names["linear_cross_entropy"] = theirs
+    _stand_ins.restore()

@@ -151,7 +151,7 @@ class Gradients:
 
     def dhidden_of(self, chunk: Chunk, rows: RowGradient) -> ChunkOfHidden | None:
         """Begin dhidden of a chunk, if it is needed; ``rows`` say which scales its D lacks."""
-        return None if self.dhidden is None else self.dhidden.of_chunk(chunk, rows)
+        return None if self.dhidden is None else ChunkOfHidden(self.dhidden, chunk, rows)
 
     def finished(self, *, rounds_dbias: bool = True) -> Results:
         """Return the results; dhidden is summed over ranks, of this rank's tokens."""

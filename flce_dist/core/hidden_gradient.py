@@ -86,10 +86,6 @@ class HiddenGradient:
         if total.dtype != self._of_section.dtype:
             self._of_section.copy_(total)
 
-    def of_chunk(self, chunk: Chunk, rows: RowGradient) -> "ChunkOfHidden":
-        """Return where dhidden of a chunk adds up; ``rows`` say which scales its D lacks."""
-        return ChunkOfHidden(self, chunk, rows)
-
     def finished(self) -> Tensor:
         """Wait for the sum over ranks, and return dhidden of this rank's tokens."""
         if self._of_sections is not None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from flce_dist import torch_private
 from flce_dist.arguments import values
+from flce_dist.arguments.check_options import check_range
 from flce_dist.arguments.check_tensors import (
     FLOATS,
     LABELS,
@@ -239,12 +240,9 @@ def _with_rows(arguments: Arguments, rows: Tensor, student: Arguments) -> Argume
         )
     start = collectives.group_rank(student.tp_group) * len(weight)
     if arguments.options.vocab_range is not None:
-        start, end = arguments.options.vocab_range
-        if start < 0 or end - start != len(weight):
-            raise ValueError(
-                "teacher_vocab_range must be half-open (start, end) with end - start = "
-                f"{len(weight)} from teacher_weight, got {(start, end)}"
-            )
+        with _named_as_the_teachers():
+            check_range(arguments.options.vocab_range, len(weight))
+        start, _ = arguments.options.vocab_range
     rows = rows.long() - start
     is_here = ((rows >= 0) & (rows < len(weight))).all()
     words = f"teacher_rows must be within this rank's rows [{start}, {start + len(weight)})"

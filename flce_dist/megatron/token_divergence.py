@@ -12,7 +12,6 @@ from flce_dist.divergence import (
     linear_divergence,
     linear_divergence_with_metrics,
 )
-from flce_dist.megatron import checks
 from flce_dist.megatron.token_scores import instead_of_logits, owner_of, transposed
 
 _OF_TEACHER = ("bias", "logit_scale", "softcap")  # of ``keywords_of_logits``
@@ -69,16 +68,14 @@ def divergence(
         loss = divergence(model, teacher, ids, positions, None, labels=labels, reduction="mean")
         loss.backward()
     """
-    for name, side in (("model", model), ("teacher", teacher)):
-        if getattr(owner_of(side), "post_process", True) and not checks.is_plugged(owner_of(side)):
-            raise ValueError(f"{name} must be one that use_linear_cross_entropy was called with")
+    for side in (model, teacher):
         if not getattr(owner_of(side), "post_process", True):
             raise NotImplementedError(
                 "divergence needs the output layers of both models on this rank, got a pipeline "
                 "stage without one"
             )
     with torch.no_grad():
-        head = instead_of_logits(teacher, _Head, _head_of, args, kwargs)
+        head = instead_of_logits(teacher, _Head, _head_of, args, kwargs, name="teacher")
     if teacher_weight is not None:
         head = head._replace(weight=teacher_weight)
     of_tokens = {"labels": labels, "token_weight": token_weight, "temperature": temperature}

@@ -67,6 +67,8 @@ def instead_of_logits(
     compute: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    *,
+    name: str = "model",
 ) -> Any:
     """Run ``model(*args, **kwargs)``, whose output layer does ``compute``; return what that does.
 
@@ -77,7 +79,7 @@ def instead_of_logits(
     if not getattr(owner, "post_process", True):
         return model(*args, **kwargs)
     if not checks.is_plugged(owner):
-        raise ValueError("model must be one that use_linear_cross_entropy was called with")
+        raise ValueError(f"{name} must be one that use_linear_cross_entropy was called with")
     layer = checks.fused_layer(owner.output_layer)
     layer.scoring = compute
     try:
