@@ -38,10 +38,8 @@ _HINTS = {  # after the first of these that differs
     "hash of labels": _OF_LABELS,
     "number of labels": "pad labels with ignore_index to the same number on all ranks",
 }
-
-
-_LABELS = {"linear_logprob": "ids", "linear_sample": "counters"}
-"""What labels are to the functions to which they are something else."""
+_NAMES_OF_LABELS = {"linear_logprob": "ids", "linear_sample": "counters"}
+"""By the functions to which they are something else."""
 
 
 class _Message(NamedTuple):
@@ -75,14 +73,21 @@ def check_alike(
     group = call.tp_group
     if group is None or not _is_first(function, group, operands.hidden):
         return
-    summary = _summary(call, operands, low_rank_columns, _LABELS.get(function, "labels"))
+    summary = _summary(call, operands, low_rank_columns, _NAMES_OF_LABELS.get(function, "labels"))
     summary["values"] |= {f"hash of {name}": _hash(x) for name, x in more_values.items()}
     facts = _facts_of_all(function, summary, group, operands.hidden)
-    arguments, rows, values, plans, weights = zip(*(x.values() for x in facts), strict=True)
-    # A later difference may be a consequence of an earlier one.
-    _raise(_differences(arguments) or _seams(rows) or _differences(values) or _differences(plans))
+
+    def of_ranks(name: str) -> list[Any]:
+        return [of_rank[name] for of_rank in facts]
+
+    _raise(  # a later difference may be a consequence of an earlier one
+        _differences(of_ranks("arguments"))
+        or _seams(of_ranks("rows"))
+        or _differences(of_ranks("values"))
+        or _differences(of_ranks("plan"))
+    )
     if call.options.vocab_range is None:
-        _refuse_one_weight(weights)
+        _refuse_one_weight(of_ranks("weight"))
     mark_alike(function, group)
 
 
