@@ -18,7 +18,7 @@ from flce_dist.core.gradients import Gradients
 from flce_dist.launch import process_group
 from flce_dist.launch.program import RunError
 from flce_dist.launch.verify import __main__ as verify
-from flce_dist.launch.verify import checks as verify_checks
+from flce_dist.launch.verify import results as verify_results
 from flce_dist.launch.verify.cases import (
     FILTER_EPS,
     Shape,
@@ -31,7 +31,7 @@ from flce_dist.launch.verify.cases import (
     score_variants,
     variants,
 )
-from flce_dist.launch.verify.checks import inputs_and_truths, make_truth, run_case
+from flce_dist.launch.verify.checks import DRAWS, inputs_and_truths, make_truth, run_case
 from flce_dist.launch.verify.data import make_data
 from flce_dist.launch.verify.report import Record, worst_case, worst_of_ranks
 from flce_dist.launch.yaml_config import ConfigError
@@ -55,7 +55,7 @@ def verify_rank(group: Any, fault: str | None, *args: str, faulty: int = 1) -> t
     process_group.OTHERS_S = 1.0
     for name in CALLS if fault is not None and group.rank() >= group.size() - faulty else ():
         call = functools.partial(FAULTS[str(fault)], getattr(flce_dist, name))
-        setattr(verify_checks, name, call)
+        setattr(verify_results, name, call)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         return run(*args), printed.getvalue()
 
@@ -87,7 +87,7 @@ def test_passes_in_one_process_in_every_dtype(capsys):
 
 def test_a_case_that_raises_is_a_miss(mutate, capsys):
     for name in CALLS:
-        mutate(verify_checks, name, raises)
+        mutate(verify_results, name, raises)
     assert run(*FEW) == 1
     miss, *_, verdict = capsys.readouterr().out.partition("MISS ")[2].splitlines()
     assert miss == "fp32 (24, 64, 200) plain (mean), cached: RuntimeError: kernel does not compile"
@@ -133,7 +133,7 @@ def test_a_result_that_is_missing_is_an_error(mutate):
     def without_entropy(call: Any, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)._replace(entropy=None)
 
-    mutate(verify_checks, "linear_logprob", without_entropy)
+    mutate(verify_results, "linear_logprob", without_entropy)
     with pytest.raises(ValueError, match=r"^results must be \[.*'entropy'.*\], got \["):
         missed(scores)
 
@@ -215,10 +215,10 @@ def test_several_draws_do_not_hide_a_fault(mutate):
     (case, *_) = cases(variant, ("recompute",), 1, None)
     expected = truth(False, None)
     assert all(check.met for check in run_case(case, data, expected, None, "eager").values())
-    mutate(verify_checks, "linear_cross_entropy", gradient_off_by_1_percent)
+    mutate(verify_results, "linear_cross_entropy", gradient_off_by_1_percent)
     check = run_case(case, data, expected, None, "eager")["dhidden"]
     assert not check.met and check.budget < 1e-4 < check.error
-    assert expected.draws is not None and len(expected.draws()) == verify_checks.DRAWS
+    assert expected.draws is not None and len(expected.draws()) == DRAWS
     assert not torch.equal(expected.draws()[0].oracle["dhidden"], expected.oracle["dhidden"])
 
 
@@ -319,7 +319,7 @@ def test_a_case_is_called_as_it_says(mutate):
         return call(*args, **kwargs)
 
     for name in CALLS:
-        mutate(verify_checks, name, spy)
+        mutate(verify_results, name, spy)
     for variant in variants():
         data = make_data(variant, Shape(8, 16, 32), 1, torch.float32, torch.device("cpu"), seed=0)
         truth = make_truth(data, variant, metric_gradients=False, filter_eps=None, P=1)
@@ -389,7 +389,7 @@ def test_operands_that_need_no_gradient_are_frozen_where_the_op_is_called(mutate
         return call(*args, **kwargs)
 
     for name in CALLS[:3]:
-        mutate(verify_checks, name, spy)
+        mutate(verify_results, name, spy)
     shape, cpu = Shape(16, 16, 32), torch.device("cpu")
     for variant in [*variants(), *score_variants()]:
         if variant.trained == ("hidden", "weight", "bias"):
