@@ -15,7 +15,7 @@ from flce_dist.testing import RankPool, run_ranks
 from tests import machine
 from tests.processes import LAST_RESORT_S
 
-# Tests count collectives, and plant wrong labels; tests/test_rank_check.py has the check's own.
+# Tests count collectives, and plant wrong labels; those of the check itself set it to 1.
 os.environ.setdefault("FLCE_DIST_CHECK_RANKS", "0")
 
 # Tests are small, and several processes or simulated ranks share the cores.
@@ -127,6 +127,12 @@ def gpu_memory_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.get_closest_marker("gpu") is not None:
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def ranks_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks compare their first calls, as they do outside of tests."""
+    monkeypatch.setenv("FLCE_DIST_CHECK_RANKS", "1")
 
 
 @pytest.fixture
