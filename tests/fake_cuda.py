@@ -116,7 +116,7 @@ class Storage:
 
 
 class FakeTensor:
-    """Rows of a storage, with the operations that peer_memory.py and peer_copies.py use."""
+    """Rows of a storage, with the operations that ``parallel/peers`` uses."""
 
     def __init__(
         self, rank: "Rank", storage: Any, start: int, shape: tuple[int, ...], dtype: torch.dtype,
@@ -183,7 +183,7 @@ class FakeTensor:
 
 
 class FakeBlock:
-    """``peer_driver.Block``."""
+    """``peers.driver.Block``."""
 
     def __init__(self, rank: "Rank", nbytes: int, numbers: list[int]) -> None:
         self.nbytes, self.in_graph = nbytes, False

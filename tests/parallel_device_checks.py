@@ -14,11 +14,10 @@ from torch import Tensor
 from flce_dist.kernels.logits import eager as eager_logits
 from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.memory import release_shared_memory
+from tests.devices import Replayed, host_must_not_wait
 from tests.outcomes import Outcome
 from tests.parallel_problem import Problem, Share, rank_step, share_of
 from tests.parallel_ranks import Options, Ranks, differing, each_way, problem, said, same_bits
-from tests.test_gpu_graphs import Replayed
-from tests.test_gpu_oracle import host_must_not_wait
 
 MIB = 1 << 20
 REPEATS = 2

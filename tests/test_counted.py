@@ -1,9 +1,9 @@
 """max_counted and skip_ignored: other tokens than those that count are as if they were not there.
 
 Here these hold NaN, as all memory that is allocated does, or weight 0 and a wrong label. What is
-not computed of them is in test_skip_ignored.py and test_peak_memory.py; main_grad and replays with
-other masks are in test_main_grad.py, test_replay.py and test_gpu_graphs.py. T tokens, V vocabulary
-rows, H hidden size.
+not computed of them is in test_skip_ignored.py and test_peak_memory.py; main_grad is in
+test_main_grad.py, and graphs replayed with other masks are in test_gpu_graphs.py. T tokens,
+V vocabulary rows, H hidden size.
 """
 
 import itertools

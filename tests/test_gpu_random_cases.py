@@ -13,8 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from flce_dist import filtered
+from tests.devices import CUDA
 from tests.test_api_random_cases import SETTINGS, Drawn, check_on_ranks
-from tests.test_gpu_oracle import CUDA
 
 pytestmark = pytest.mark.usefixtures("one_launch_at_a_time")
 
