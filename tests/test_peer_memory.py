@@ -1,4 +1,4 @@
-"""The protocol of ``peers/memory.py`` on simulated GPUs (fake_machine.py), in every stream order."""
+"""The protocol of peers/memory.py on simulated GPUs (fake_machine.py), in every stream order."""
 
 import functools
 import itertools
