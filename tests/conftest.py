@@ -155,7 +155,8 @@ def one_launch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     owner: Any = JITFunction if torch.cuda.is_available() else InterpretedFunction
     # Its run also parses a kernel at first; Triton 3.5 has one of each kernel.
     owner, name = (owner, "run") if hasattr(owner, "run") else (GridExecutor, "__call__")
-    lock, launch = threading.RLock(), getattr(owner, name)
+    lock = threading.RLock()
+    launch = getattr(owner, name)
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         with lock:

@@ -162,7 +162,8 @@ def check(given: Pair, impl: str = "eager", **options: Any) -> Outcome:
 
 def of_ranks(given: Pair, P: int, impl: str = "eager", **options: Any) -> list[Outcome]:
     """Results of each of P ranks, with its ``calls``."""
-    n_rows, split = len(given.weight), options.get("sequence_parallel", False)
+    n_rows = len(given.weight)
+    split = options.get("sequence_parallel", False)
 
     def one(group: dist.ProcessGroup) -> Outcome:
         start, end = vocab_range(n_rows, group.rank(), P)
