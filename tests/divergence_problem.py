@@ -24,7 +24,16 @@ KINDS = ["forward_kl", "reverse_kl", "jsd", "tv"]
 METRICS = ("own_entropy", "teacher_entropy", "correct", "overlap")  # correct: same_best
 T, V, H, H_T = 37, 150, 32, 48
 
+WAYS: list[dict[str, Any]] = [
+    {"reduction": "mean"},
+    {"reduction": "sum", "max_logits_bytes": 1},
+    {"reduction": "none"},
+    {"reduction": "none", "schedule": "recompute"},
+    {"reduction": "mean", "schedule": "cached"},
+]
+
 each_kind = pytest.mark.parametrize("kind", KINDS)
+each_way = pytest.mark.parametrize("how", WAYS, ids=str)
 
 _OURS = (
     "schedule",
