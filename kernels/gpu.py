@@ -4,7 +4,8 @@
 from flce_dist.kernels.counted_gemm import counted_gemm
 from flce_dist.kernels.ids.at_ids import logits_at_ids, write_at_ids
 from flce_dist.kernels.ids.id_sums import dhidden_of_ids, dweight_of_ids
-from flce_dist.kernels.ids.sets import set_gradient, set_scores, sorted_ids
+from flce_dist.kernels.ids.sets import set_gradient, set_scores
+from flce_dist.kernels.ids.sorted_rows import sorted_ids
 from flce_dist.kernels.logits.dlogits import dlogits
 from flce_dist.kernels.logits.linear_stats import linear_stats
 from flce_dist.kernels.logits.merge_stats import new_sums

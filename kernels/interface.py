@@ -102,7 +102,11 @@ class Kernels(Protocol):
 
 
 def kernels_of(impl: str) -> Kernels:
-    """Import an implementation on demand: eager alone needs no working triton."""
+    """Import an implementation on demand: eager alone needs no working triton.
+
+    ``best_kernels_of``, ``pair_kernels_of`` and ``tile_kernels_of`` of the folders' interfaces do
+    the same for theirs.
+    """
     if impl == "triton":
         from flce_dist.kernels import gpu
 

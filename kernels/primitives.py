@@ -3,13 +3,16 @@
 import triton
 import triton.language as tl
 
+from flce_dist.kernels.rows.formulas import FAR as _FAR_BELOW
 from flce_dist.kernels.rows.formulas import LOWEST, RESCUE_ABOVE
 
 # The interpreter multiplies the raw bits of bf16 operands and truncates bf16 stores, silently.
 INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _LOWEST = tl.constexpr(LOWEST)
 _RESCUE_ABOVE = tl.constexpr(RESCUE_ABOVE)
+FAR = tl.constexpr(_FAR_BELOW)
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 # Places in ``ShardLogits.scalars``.
 IGNORE_INDEX = tl.constexpr(0)
 LOGIT_SCALE = tl.constexpr(1)
@@ -50,6 +53,12 @@ def exp(x):
 
 
 @triton.jit
+def finite(reference):
+    """What exponentials are relative to: 0 where all logits are banned, else -inf - -inf is NaN."""
+    return tl.where(reference == -float("inf"), 0.0, reference)
+
+
+@triton.jit
 def first_reference(label_logit):
     """As in ``formulas.py``."""
     return tl.where(label_logit < _LOWEST, 0.0, label_logit)
@@ -64,8 +73,7 @@ def is_rescued(label_logit, others_max):
 @triton.jit
 def rescued_reference(label_logit, others_max):
     """As in ``formulas.py``."""
-    maximum = tl.maximum(others_max, label_logit)
-    return tl.where(maximum == -float("inf"), 0.0, maximum)
+    return finite(tl.maximum(others_max, label_logit))
 
 
 @triton.jit
@@ -137,13 +145,19 @@ def store_tile(
 
 
 @triton.jit
+def halves(x):
+    """The left and the right half of a tile's columns."""
+    return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
 def add_tile(dst_ptr, tile, row, col, num_rows, num_cols, stride_row, ADDS: tl.constexpr):
     """Add fp32 ``tile`` to a matrix of unit column stride with one rounding; store it unless ADDS.
 
     Half of the columns at a time: the registers hold no second tile of a GEMM's size.
     """
     WIDTH: tl.constexpr = tile.shape[1] // 2
-    left, right = tile.reshape(tile.shape[0], 2, WIDTH).permute(0, 2, 1).split()
+    left, right = halves(tile)
     offs_row = row + tl.arange(0, tile.shape[0])
     for i in tl.static_range(2):
         offs_col = col + i * WIDTH + tl.arange(0, WIDTH)
@@ -213,12 +227,18 @@ def log1p(x):
 
     x >= 0, or -1, whose result is -inf.
     """
-    # 2 atanh(s) with s = x / (2 + x) <= 1 / 3; the next term is below 2e-9 of the sum.
+    series = log1p_series(x)
+    return tl.where(tl.abs(x) < 1, series, tl.log(1 + x))
+
+
+@triton.jit
+def log1p_series(x):
+    """``log1p`` for -0.5 <= x <= 1."""
+    # 2 atanh(s) with |s| = |x / (2 + x)| <= 1 / 3; the next term is below 2e-9 of the sum.
     s = x / (2 + x)
     q = s * s
     series = 1 / 9 + q * (1 / 11 + q * (1 / 13 + q * (1 / 15 + q / 17)))
-    series = 2 * s * (1 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * series))))
-    return tl.where(tl.abs(x) < 1, series, tl.log(1 + x))
+    return 2 * s * (1 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * series))))
 
 
 @triton.jit

@@ -92,8 +92,10 @@ def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
 
 def counted(logits: ShardLogits, d: torch.Tensor) -> None:
     """Call what ends at a count: one segment of the statistics, and each form of the GEMMs."""
-    n, token = torch.zeros((), dtype=torch.int32), torch.empty(logits.T)
-    cache, sums = ColumnCache((d,)), gpu.new_sums(logits, Target())
+    n = torch.zeros((), dtype=torch.int32)
+    token = torch.empty(logits.T)
+    cache = ColumnCache((d,))
+    sums = gpu.new_sums(logits, Target())
     logits = logits._replace(n_counted=n)
     gpu.linear_stats(logits, token, Target(), cache=cache, others_max=token, sums=sums)
     gpu.dlogits(logits, token, token, (token,), out=d)
@@ -110,7 +112,8 @@ def counted(logits: ShardLogits, d: torch.Tensor) -> None:
 def divergence(logits: ShardLogits, out: torch.Tensor) -> None:
     """Call the passes of each divergence, with the second model's logits kept and not."""
     s, t = (new_window(logits.T, logits.V, torch.float32, out.device) for _ in range(2))
-    rows, scale = torch.empty(5, logits.T), torch.empty(logits.T)
+    rows = torch.empty(5, logits.T)
+    scale = torch.empty(logits.T)
     pair_gpu.pair_logits(logits, out=s, rows=rows[:2])
     for kept in (t, None):
         pair_gpu.pair_logits(logits, out=kept, rows=rows[2:], first=s, first_max=rows[0])
@@ -126,12 +129,15 @@ def divergence(logits: ShardLogits, out: torch.Tensor) -> None:
 
 def scores(logits: ShardLogits, out: torch.Tensor) -> None:
     """Call the launchers of scores at 64 ids of each token, over the vocabulary and over ids."""
-    z, token = torch.empty(64 * logits.T), torch.empty(logits.T)
-    n, offsets = torch.zeros(len(z), dtype=torch.int64), 64 * torch.arange(logits.T + 1)
+    z = torch.empty(64 * logits.T)
+    token = torch.empty(logits.T)
+    n = torch.zeros(len(z), dtype=torch.int64)
+    offsets = 64 * torch.arange(logits.T + 1)
     ids = gpu.sorted_ids(n.view(-1, 64), offsets, logits.V)
     target = Target(named=NamedIds(n, offsets[:-1], offsets[1:], z))
     gpu.logits_at_ids(logits, n, n, vocab_size=logits.V)
-    cache, sums = ColumnCache((out,)), gpu.new_sums(logits, target)
+    cache = ColumnCache((out,))
+    sums = gpu.new_sums(logits, target)
     gpu.linear_stats(logits, token, target, cache=cache, others_max=token, sums=sums)
     gpu.rescue(logits, token, token, sums, target, cache=cache)
     stats = TokenStats(token, token, token)
@@ -157,7 +163,8 @@ def best(logits: ShardLogits, token: torch.Tensor) -> list[tuple[str, Callable[[
     unaligned = partial(best_gpu.best_of_shard, shifted, label_logit=None)
 
     def rest() -> None:
-        lse, counted = torch.empty(logits.T, dtype=torch.float64), logits.counted
+        lse = torch.empty(logits.T, dtype=torch.float64)
+        counted = logits.counted
         best_gpu.label_logits(logits, vocab_size=logits.V)
         best_gpu.relative_to(token, token, torch.empty(2, logits.T, dtype=torch.float64))
         best_gpu.merged_lse(token, torch.empty(2, logits.T, dtype=torch.float64))
@@ -177,7 +184,9 @@ def best(logits: ShardLogits, token: torch.Tensor) -> list[tuple[str, Callable[[
 
 def filtered(logits: ShardLogits, main_grad: bool) -> None:
     """Call the launchers of filtered gradients, as usual, or with every option of theirs."""
-    T, V, weight = logits.T, logits.V, logits.weight
+    T = logits.T
+    V = logits.V
+    weight = logits.weight
     token = torch.empty(T)
     of_d, scale = (None, token) if main_grad else (token, None)
     stats = TokenStats(token, token, token)
@@ -190,7 +199,8 @@ def filtered(logits: ShardLogits, main_grad: bool) -> None:
     d = filter_gpu.new_kept_buffer(logits, 2 * len(kept))
     filter_gpu.kept_dlogits(logits, rows, of_d, lists, 0, out=d)
     filter_gpu.add_kept_dhidden(d, weight, lists, 0, torch.empty(T, H))
-    hbar, row = torch.empty(kept.shape[1], H), torch.empty(H) if main_grad else None
+    hbar = torch.empty(kept.shape[1], H)
+    row = torch.empty(H) if main_grad else None
     out = torch.empty(V, H, dtype=torch.float32 if main_grad else weight.dtype)
     filter_gpu.kept_dweight(
         d, logits.hidden, lists, 0, q, hbar, row, out=out, accumulates=main_grad

@@ -59,7 +59,8 @@ class AbsentGpu:
 def spilled_bytes(cubin: bytes, ptx: str, capability: int) -> int:
     """What spills lies on the stack; only ptxas tells spills from the rest of it, and slowly."""
     with tempfile.TemporaryDirectory() as folder:
-        binary, text = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
+        binary = Path(folder, "kernel.cubin")
+        text = Path(folder, "kernel.ptx")
         binary.write_bytes(cubin)
         used = _output(NVIDIA_BIN / "cuobjdump", "--dump-resource-usage", binary).stdout
         if re.findall(r"STACK:(\d+)", used) == ["0"]:
@@ -116,7 +117,9 @@ def report(kernel: Any, name: str, arch: str, **facts: Any) -> None:
 def compile_for(arch: str, itemsize: int) -> None:
     """Call every launcher with CPU tensors, and compile where it would launch."""
     triton.runtime.driver.set_active(AbsentGpu(int(arch.removeprefix("sm_"))))
-    dtype, seen, run = DTYPES[itemsize], set(), JITFunction.run
+    dtype = DTYPES[itemsize]
+    seen = set()
+    run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, **kwargs: Any) -> None:
         kernel = run(self, *args, **{**kwargs, "warmup": True})

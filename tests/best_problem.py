@@ -59,7 +59,8 @@ def problem(
         labels = torch.randint(options.get("vocab_size", rows), (tokens,), generator=g)
         labels[:1] = bias[: options.get("vocab_size", rows)].argmin()  # a banned one
         for t in (t for t in IGNORED if t < tokens):
-            labels[t], hidden[t] = -100, torch.nan
+            labels[t] = -100
+            hidden[t] = torch.nan
         options["labels"] = labels
     return Asked(hidden, weight, bias, k, options).to(dtype)
 
@@ -70,8 +71,10 @@ def real_problem(
     """Random numbers; a sort of logits in another precision may exchange neighbours."""
     g = torch.Generator().manual_seed(1)
     rows = options.pop("rows", V)
-    hidden, weight = torch.randn(T, H, generator=g), torch.randn(rows, H, generator=g)
-    bias, labels = torch.randn(rows, generator=g), torch.randint(V, (T,), generator=g)
+    hidden = torch.randn(T, H, generator=g)
+    weight = torch.randn(rows, H, generator=g)
+    bias = torch.randn(rows, generator=g)
+    labels = torch.randint(V, (T,), generator=g)
     return Asked(hidden, weight, bias, k, {"labels": labels, **options}).to(dtype)
 
 

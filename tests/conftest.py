@@ -15,7 +15,7 @@ from flce_dist.testing import RankPool, run_ranks
 from tests import machine
 from tests.processes import LAST_RESORT_S
 
-# Tests count collectives, and plant wrong labels; tests/test_rank_check.py has the check's own.
+# Tests count collectives, and plant wrong labels; those of the check itself set it to 1.
 os.environ.setdefault("FLCE_DIST_CHECK_RANKS", "0")
 
 # Tests are small, and several processes or simulated ranks share the cores.
@@ -130,6 +130,12 @@ def gpu_memory_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
+def ranks_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks compare their first calls, as they do outside of tests."""
+    monkeypatch.setenv("FLCE_DIST_CHECK_RANKS", "1")
+
+
+@pytest.fixture
 def mutate(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str, Callable[..., Any]], None]:
     """``mutate(owner, name, wrong)`` turns ``owner.name(...)`` into ``wrong(original, ...)``."""
 
@@ -149,7 +155,8 @@ def one_launch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     owner: Any = JITFunction if torch.cuda.is_available() else InterpretedFunction
     # Its run also parses a kernel at first; Triton 3.5 has one of each kernel.
     owner, name = (owner, "run") if hasattr(owner, "run") else (GridExecutor, "__call__")
-    lock, launch = threading.RLock(), getattr(owner, name)
+    lock = threading.RLock()
+    launch = getattr(owner, name)
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         with lock:

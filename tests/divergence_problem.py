@@ -24,7 +24,16 @@ KINDS = ["forward_kl", "reverse_kl", "jsd", "tv"]
 METRICS = ("own_entropy", "teacher_entropy", "correct", "overlap")  # correct: same_best
 T, V, H, H_T = 37, 150, 32, 48
 
+WAYS: list[dict[str, Any]] = [
+    {"reduction": "mean"},
+    {"reduction": "sum", "max_logits_bytes": 1},
+    {"reduction": "none"},
+    {"reduction": "none", "schedule": "recompute"},
+    {"reduction": "mean", "schedule": "cached"},
+]
+
 each_kind = pytest.mark.parametrize("kind", KINDS)
+each_way = pytest.mark.parametrize("how", WAYS, ids=str)
 
 _OURS = (
     "schedule",
@@ -162,7 +171,8 @@ def check(given: Pair, impl: str = "eager", **options: Any) -> Outcome:
 
 def of_ranks(given: Pair, P: int, impl: str = "eager", **options: Any) -> list[Outcome]:
     """Results of each of P ranks, with its ``calls``."""
-    n_rows, split = len(given.weight), options.get("sequence_parallel", False)
+    n_rows = len(given.weight)
+    split = options.get("sequence_parallel", False)
 
     def one(group: dist.ProcessGroup) -> Outcome:
         start, end = vocab_range(n_rows, group.rank(), P)

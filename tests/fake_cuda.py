@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 class Stream:
     def __init__(self, rank: "Rank") -> None:
-        self.rank, self.id = rank, len(rank.machine.queues)
+        self.rank = rank
+        self.id = len(rank.machine.queues)
         rank.machine.queues.append([])
         rank.streams.append(self.id)
 
@@ -46,7 +47,8 @@ class Event:
 
     def record(self, stream: Stream) -> None:
         stream.rank.fault()
-        self.stream, self.graph = stream, stream._graph
+        self.stream = stream
+        self.graph = stream._graph
         queues: Any = stream.rank.machine.queues if self.graph is None else self.graph.lists
         self.n = len(queues[stream.id if self.graph is None else stream])
 
@@ -65,7 +67,8 @@ class Graph:
     """Operations of the streams of a capture."""
 
     def __init__(self, rank: "Rank", origin: Stream) -> None:
-        self.id, self.origin = rank.machine.number(), origin
+        self.id = rank.machine.number()
+        self.origin = origin
         self.lists: dict[Stream, list[Op]] = {origin: []}
         self.issued: list[Stream] = []  # of each operation, in order
         self.tensors: list[FakeTensor] = []  # of the graph's own pool, and what it reads and writes
@@ -105,7 +108,9 @@ class Storage:
     """Ordinary memory of a rank, reused on its stream as soon as no tensor holds it."""
 
     def __init__(self, rank: "Rank", nbytes: int) -> None:
-        self.rank, self.nbytes, self.stream = rank, nbytes, rank.current
+        self.rank = rank
+        self.nbytes = nbytes
+        self.stream = rank.current
         self.used_by: list[Stream] = []
         free = rank.free.get((self.stream, nbytes), [])
         self.id = free.pop() if free and rank.graph is None else rank.machine.number()
@@ -116,14 +121,18 @@ class Storage:
 
 
 class FakeTensor:
-    """Rows of a storage, with the operations that peer_memory.py and peer_copies.py use."""
+    """Rows of a storage, with the operations that ``parallel/peers`` uses."""
 
     def __init__(
         self, rank: "Rank", storage: Any, start: int, shape: tuple[int, ...], dtype: torch.dtype,
         mapping: Mapping | None = None,
     ) -> None:  # fmt: skip
-        self.rank, self.storage, self.start, self.mapping = rank, storage, start, mapping
-        self.shape, self.dtype = torch.Size(shape), dtype
+        self.rank = rank
+        self.storage = storage
+        self.start = start
+        self.mapping = mapping
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
         self.row_bytes = self.shape[1:].numel() * dtype.itemsize
         self.itemsize, self.nbytes = dtype.itemsize, self.shape.numel() * dtype.itemsize
 
@@ -145,10 +154,12 @@ class FakeTensor:
 
     def __getitem__(self, index: Any) -> "FakeTensor":
         if isinstance(index, int):
-            start, shape = index * self.row_bytes, self.shape[1:]
+            start = index * self.row_bytes
+            shape = self.shape[1:]
         else:
             first, last, _ = index.indices(self.shape[0])
-            start, shape = first * self.row_bytes, torch.Size((last - first, *self.shape[1:]))
+            start = first * self.row_bytes
+            shape = torch.Size((last - first, *self.shape[1:]))
         start += self.start
         return FakeTensor(self.rank, self.storage, start, tuple(shape), self.dtype, self.mapping)
 
@@ -183,11 +194,14 @@ class FakeTensor:
 
 
 class FakeBlock:
-    """``peer_driver.Block``."""
+    """``peers.driver.Block``."""
 
     def __init__(self, rank: "Rank", nbytes: int, numbers: list[int]) -> None:
-        self.nbytes, self.in_graph = nbytes, False
-        self._rank, self._numbers, self._mapping = rank, numbers, Mapping()
+        self.nbytes = nbytes
+        self.in_graph = False
+        self._rank = rank
+        self._numbers = numbers
+        self._mapping = Mapping()
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> FakeTensor:
         assert torch.Size(shape).numel() * dtype.itemsize <= self.nbytes

@@ -65,7 +65,9 @@ class Machine:
     """The GPUs of all ranks."""
 
     def __init__(self, P: int, *, seeds: int = 0, one_queue: bool = False) -> None:
-        self.P, self.seeds, self.one_queue = P, seeds, one_queue
+        self.P = P
+        self.seeds = seeds
+        self.one_queue = one_queue
         self.queues: list[list[Op]] = []
         self.issued: list[list[int]] = [[] for _ in range(P)]  # by each rank: streams, in order
         self.states = {State((), (), frozenset())}
@@ -90,7 +92,8 @@ class Machine:
             runs = itertools.product(todo, range(self.seeds))
             self.states = {self._run_randomly(random.Random(seed), state) for state, seed in runs}
             return
-        seen, ends = set(todo), set()
+        seen = set(todo)
+        ends = set()
         while todo:
             state = todo.pop()
             following = list(self._steps(state))

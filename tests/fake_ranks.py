@@ -27,7 +27,10 @@ class Rank:
     limit_s = 10.0
 
     def __init__(self, machine: Machine, rank: int) -> None:
-        self.machine, self.rank, self.P, self.where = machine, rank, machine.P, f"rank {rank}"
+        self.machine = machine
+        self.rank = rank
+        self.P = machine.P
+        self.where = f"rank {rank}"
         self.streams: list[int] = []
         self.free: dict[tuple[Stream, int], list[int]] = {}
         self.graph: Graph | None = None
@@ -38,7 +41,8 @@ class Rank:
         self._words: list[torch.Tensor] = []
         self.said: tuple[str, Any] | None = None
         self.heard: list[tuple[str, Any]] | Exception = []
-        self.runs, self.paused = threading.Semaphore(0), threading.Semaphore(0)
+        self.runs = threading.Semaphore(0)
+        self.paused = threading.Semaphore(0)
 
     def fault(self) -> None:
         """Raise if this call was chosen to fail."""
@@ -65,7 +69,8 @@ class Rank:
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
+        before = self.current
+        self.current = stream
         try:
             yield
         finally:

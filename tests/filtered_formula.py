@@ -26,9 +26,12 @@ def zipf_inputs(
     Rows lie in order of frequency, which the first feature of hidden carries.
     """
     g = torch.Generator().manual_seed(T + V + H)
-    hidden, weight = torch.randn(T, H, generator=g), torch.randn(V, H, generator=g) / H**0.5
-    hidden[:, 0], weight[:, 0] = 1.0, -1.5 * torch.arange(V).add(4.0).log()
-    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    hidden = torch.randn(T, H, generator=g)
+    weight = torch.randn(V, H, generator=g) / H**0.5
+    hidden[:, 0] = 1.0
+    weight[:, 0] = -1.5 * torch.arange(V).add(4.0).log()
+    hidden = hidden.to(dtype)
+    weight = weight.to(dtype)
     labels = torch.multinomial((hidden.float() @ weight.float().T).softmax(1), 1, generator=g)[:, 0]
     labels[torch.rand(T, generator=g) < ignored] = IGNORE
     of_rows = (0.3 * torch.randn(V, generator=g)).to(dtype) if bias else None

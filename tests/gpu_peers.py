@@ -157,7 +157,8 @@ def stopped_gather(x: Tensor, memory: PeerMemory) -> None:
 
 def failed_capture(me: Rank) -> Iterator[str]:
     """A capture fails between acquire and publish; the eager call after it waits for its peer."""
-    memory, n = me.memory(), 4000
+    memory = me.memory()
+    n = 4000
     yield from check_gather(me, memory, "before", 0, n)
     dist.barrier(me.group)
     if me.rank == 1:
@@ -179,7 +180,8 @@ def failed_capture(me: Rank) -> Iterator[str]:
 
 def exception(me: Rank) -> Iterator[str]:
     """All ranks raise with copies in flight, or before they publish: nothing is harmed."""
-    memory, n = me.memory(), 4000
+    memory = me.memory()
+    n = 4000
     yield from check_gather(me, memory, "before", 0, n)
     delay(memory._stream)
     one = PeerGather(me.tokens(1, n), memory)

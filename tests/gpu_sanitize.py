@@ -18,7 +18,7 @@ from flce_dist import linear_sample
 from tests import best_problem, divergence_problem, score_problem
 from tests.filtered_formula import check_filtered, definition, zipf_inputs
 from tests.problems import device_of
-from tests.test_api_random_cases import Drawn, check_on_ranks
+from tests.random_cases import Drawn, check_on_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SMOOTH = ("label_smoothing", 0.1)

@@ -35,7 +35,8 @@ def with_lines(page: str, found: dict[str, Any]) -> str:
 
 
 def lines_of(found: dict[str, Any]) -> str:
-    classes, versions = found["classes"], found["versions"]
+    classes = found["classes"]
+    versions = found["versions"]
     of = {
         result: {name: x for name, x in classes.items() if x["result"] == result}
         for result in ("fused", "real logits", "refused", "not built", "WRONG")

@@ -75,7 +75,8 @@ def patch_language_for_good(patch: pytest.MonkeyPatch) -> None:
 
 def remembered(builtin: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``builtin``, which for arguments of the same types calls the same of the builder."""
-    semantic, programs = interpreter.interpreter_semantic, dict[Any, Any]()
+    semantic = interpreter.interpreter_semantic
+    programs = dict[Any, Any]()
 
     def interpreted(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
         if semantic.builder.__class__ is Recorder:

@@ -51,7 +51,8 @@ def problem(
     labels[3::5] = z[3::5].argmin(1)
     labels[1::5] = -100
     hidden[1::10] = torch.nan
-    weight[V_all:], bias[V_all:] = torch.nan, torch.inf
+    weight[V_all:] = torch.nan
+    bias[V_all:] = torch.inf
     weights = torch.rand(T, generator=generator)
     hidden, weight, bias = (x.to(dtype) for x in (hidden, weight, bias))
     return Inputs(hidden, weight, labels, bias, weights)
@@ -105,15 +106,18 @@ def check_small_terms(above: float, nats: float) -> None:
     """Compare with fp64 where one column is ``above`` the label, most others ``nats`` below it."""
     V = 2048
     z = torch.full((2, V), above - nats)
-    z[:, 700], labels = above, torch.tensor([3, 700])
+    z[:, 700] = above
+    labels = torch.tensor([3, 700])
     z[0, 3] = 0.0
     inputs = with_logits(z, labels)
     out = linear_cross_entropy_with_metrics(
         inputs.hidden, inputs.weight, labels, reduction="none", impl="triton", tp_invariant=True
     )
-    z, label = z.double(), labels[:, None]
+    z = z.double()
+    label = labels[:, None]
     others = (z - z.gather(1, label)).exp().scatter(1, label, 0.0).sum(1)  # without cancellation
-    exact, logprob = -others.log1p(), z.log_softmax(1)
+    exact = -others.log1p()
+    logprob = z.log_softmax(1)
     entropy = -(logprob * logprob.exp()).sum(1)
     torch.testing.assert_close(out.logprob.double(), exact, rtol=4e-6, atol=0.0)
     torch.testing.assert_close(out.entropy.double(), entropy, rtol=1e-4, atol=1e-5)

@@ -63,7 +63,8 @@ def _mend_comparisons() -> None:
         found = computed(self, left, right, op)
         return TensorHandle(found.data, int1) if found.data.dtype == bool else found
 
-    computed, InterpreterBuilder.binary_op = InterpreterBuilder.binary_op, mended
+    computed = InterpreterBuilder.binary_op
+    InterpreterBuilder.binary_op = mended
 
 
 def begin_with_gpu(number: int, count: int) -> None:

@@ -27,7 +27,8 @@ def counted(layer: nn.Module) -> Iterator[Counts]:
     """Count what the output layer does."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    counts, forward = Counts(), ColumnParallelLinear.forward
+    counts = Counts()
+    forward = ColumnParallelLinear.forward
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
         counts.logits += self is layer

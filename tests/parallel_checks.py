@@ -42,7 +42,8 @@ from tests.parallel_ranks import (
 
 def problems(device: torch.device) -> dict[str, Problem]:
     """Even, uneven and padded vocabularies; each reduction; few options and many."""
-    V_all, T = problem(device).V_all, problem(device).T
+    V_all = problem(device).V_all
+    T = problem(device).T
     many = {
         "reduction": "none", "label_smoothing": 0.1, "z_loss_weight": 1e-3, "logit_scale": 0.7,
         "token_weight": torch.linspace(0, 2, T, device=device),
@@ -67,7 +68,8 @@ def gradients_against_fp64(ranks: Ranks) -> Iterator[str]:
 
 def of_verify(ranks: Ranks) -> Iterator[str]:
     """What ``launch.verify`` has besides: filtered, scores, ids, divergences, counted tokens."""
-    P, device = ranks.P, ranks.device
+    P = ranks.P
+    device = ranks.device
     besides = (
         *cases.filtered_variants(),
         *cases.score_variants(),
@@ -121,7 +123,8 @@ def equal_bits(ranks: Ranks) -> Iterator[str]:
 
 def meshes(ranks: Ranks) -> Iterator[tuple[str, dist.ProcessGroup, dist.ProcessGroup | None]]:
     """Yield ``(name, tensor-parallel group, data-parallel group)``; of any number of ranks."""
-    P, device_type = ranks.P, ranks.device.type
+    P = ranks.P
+    device_type = ranks.device.type
     tp = 2 if P > 2 and P % 2 == 0 else 1
     for names, shape in ((("dp", "tp"), (P // tp, tp)), (("tp", "dp"), (tp, P // tp))):
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
@@ -142,7 +145,8 @@ def subgroups(ranks: Ranks) -> Iterator[str]:
         for way, options in each_way(ranks, one, chosen):
             buffer = torch.full((1 << 22 if ranks.on_gpu else 1 << 10,), 1.0 + ranks.rank)
             buffer = buffer.to(ranks.device)
-            work, members = None, [ranks.rank]
+            work = None
+            members = [ranks.rank]
             if dp_group is not None:
                 work = dist.all_reduce(buffer, group=dp_group, async_op=True)
                 members = dist.get_process_group_ranks(dp_group)

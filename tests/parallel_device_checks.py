@@ -14,11 +14,10 @@ from torch import Tensor
 from flce_dist.kernels.logits import eager as eager_logits
 from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.memory import release_shared_memory
+from tests.devices import Replayed, host_must_not_wait
 from tests.outcomes import Outcome
 from tests.parallel_problem import Problem, Share, rank_step, share_of
 from tests.parallel_ranks import Options, Ranks, differing, each_way, problem, said, same_bits
-from tests.test_gpu_graphs import Replayed
-from tests.test_gpu_oracle import host_must_not_wait
 
 MIB = 1 << 20
 REPEATS = 2
@@ -168,10 +167,18 @@ def no_waiting_host(ranks: Ranks) -> Iterator[str]:
 def memory(ranks: Ranks) -> Iterator[str]:
     """recompute under sequence parallelism holds one window of logits, whatever the vocabulary."""
     if ranks.on_gpu:
-        T, H, V, window, workspace = 4096, 1024, 32768, 64 * MIB, 64 * MIB
+        T = 4096
+        H = 1024
+        V = 32768
+        window = 64 * MIB
+        workspace = 64 * MIB
         small_temporaries: AbstractContextManager[Any] = nullcontext()
     else:
-        T, H, V, window, workspace = 512, 32, 8192, MIB, 8 * MIB
+        T = 512
+        H = 32
+        V = 8192
+        window = MIB
+        workspace = 8 * MIB
         small_temporaries = mock.patch.object(eager_logits, "SCRATCH_BYTES", MIB)
     one = problem(ranks.device, T=T, H=H, V_all=V * ranks.P)
     share = share_of(ranks.group, one, sequence_parallel=True)

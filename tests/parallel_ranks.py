@@ -103,7 +103,8 @@ def misses_of_share(
     mine: Outcome, one: Problem, group: dist.ProcessGroup, sequence_parallel: bool
 ) -> list[str]:
     """``misses`` of what this rank of ``group`` holds."""
-    rank, P = group.rank(), group.size()
+    rank = group.rank()
+    P = group.size()
     tokens = slice(rank * one.T // P, (rank + 1) * one.T // P) if sequence_parallel else slice(None)
     return misses(mine, one, tokens, slice(*vocab_range(one.n_rows, rank, P)))
 

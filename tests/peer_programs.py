@@ -75,7 +75,8 @@ def turns(rank: Rank, uses: Sequence[Use] = (gather, gather), streams: bool = Fa
 
 def training(rank: Rank) -> None:
     """What two steps issue under sequence parallelism: copies, with collectives between them."""
-    hidden, dhidden = memory_of(rank), memory_of(rank)
+    hidden = memory_of(rank)
+    dhidden = memory_of(rank)
     for turn in range(2):
         gather(rank, hidden, (turn, "forward"))
         for _ in range(3):
@@ -86,7 +87,8 @@ def training(rank: Rank) -> None:
 
 def sections(rank: Rank) -> None:
     """What a call in sections issues: the next gather begins, and the last sum ends, in between."""
-    hidden, dhidden = memory_of(rank), memory_of(rank)
+    hidden = memory_of(rank)
+    dhidden = memory_of(rank)
     T = ROWS * rank.P
     result = rank.empty((3 * ROWS, 1), torch.float32)
 

@@ -108,11 +108,13 @@ def run(call: Callable[..., tuple], inputs: Inputs, upstream: Upstream, **option
     out = call(**of_tokens, **leaves, **options)
     results = Outcome(zip(("loss", *METRICS, "correct"), out, strict=False))
 
-    heads, gradients = [], []
+    heads = []
+    gradients = []
     if upstream.loss is not None:
         loss = results["loss"]
         g = torch.as_tensor(upstream.loss, dtype=loss.dtype, device=loss.device)
-        heads, gradients = [loss], [g.expand_as(loss)]
+        heads = [loss]
+        gradients = [g.expand_as(loss)]
     for name, g in (upstream.metrics or {}).items():
         heads.append(results[name])
         gradients.append(g.to(results[name]))
@@ -224,7 +226,8 @@ def pairwise(cases: Iterable[Case]) -> list[Case]:
     """Choose cases so that every pair of values that occurs in ``cases`` still occurs."""
     left = list(cases)
     met = [set(itertools.combinations(enumerate(case), 2)) for case in left]
-    missing, chosen = set().union(*met), []
+    missing = set().union(*met)
+    chosen = []
     most = [(-len(pairs), i) for i, pairs in enumerate(met)]  # of the missing, if not fewer by now
     heapq.heapify(most)
     while missing:

@@ -65,7 +65,8 @@ class Recorder:
 
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
         result = self.builder.cast_impl(src, dst_type)
-        to, halves = result.data.dtype, {src.dtype.scalar, dst_type.scalar}
+        to = result.data.dtype
+        halves = {src.dtype.scalar, dst_type.scalar}
         if halves == {tl.bfloat16, tl.float32}:
             return self.made(f"{self.constant(truncated[to.name])}({self.array(src)})", result, src)
         return self.made(f"{self.array(src)}.astype({self.constant(to)})", result, src)
@@ -113,7 +114,8 @@ class Recorder:
         before = op(*[x for _, x in narrow])
         names = [name or self.array(x) for (name, _), x in zip(narrow, args, strict=True)]
         if (before.shape, before.strides) != (result.data.shape, result.data.strides):
-            before, names = op(*[x.data for x in args]), list(map(self.array, args))
+            before = op(*[x.data for x in args])
+            names = list(map(self.array, args))
         expression = f"{self.constant(op)}({', '.join(names)})"
         if before.dtype != result.data.dtype:
             expression += f".astype({self.constant(result.data.dtype)})"
@@ -163,7 +165,8 @@ class Recorder:
         if id(x) not in self.arrays:
             if id(x) in self.narrow:
                 name, _ = self.narrow[id(x)]
-                fixed, shape = name.startswith("k"), self.constant(x.data.shape)
+                fixed = name.startswith("k")
+                shape = self.constant(x.data.shape)
                 again = f"{self.constant(splatted)}({name}, {shape})"
                 self.arrays[id(x)] = self.constant(x.data) if fixed else self.line(again)
             else:
@@ -174,7 +177,8 @@ class Recorder:
         if isinstance(x, list | tuple):
             return f"[{', '.join(map(self.expression, x))}]"
         if id(x) not in self.names and (id(x) in self.arrays or id(x) in self.narrow):
-            handle, dtype = self.constant(interpreter.TensorHandle), self.constant(x.dtype)
+            handle = self.constant(interpreter.TensorHandle)
+            dtype = self.constant(x.dtype)
             self.names[id(x)] = self.line(f"{handle}({self.array(x)}, {dtype})")
         name = self.names.get(id(x))
         self.fails |= name is None and isinstance(x, self.handles)  # it was made in another way
@@ -184,7 +188,8 @@ class Recorder:
         """Return the function of handles that returns a tensor like ``result``, if it is one."""
         if result.__class__ is not tl.tensor:
             return None
-        attributes, handle = self.constant(dict(vars(result))), self.expression(result.handle)
+        attributes = self.constant(dict(vars(result)))
+        handle = self.expression(result.handle)
         lines = [
             f"def program({', '.join(self.arguments)}):",
             *self.lines,

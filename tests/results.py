@@ -176,13 +176,15 @@ def closest(parts: list[dict[str, Any]]) -> dict[str, Any]:
     rows: dict[str, dict[str, Any]] = {}
     shares: dict[tuple[str, str], float] = {}
     for x in records:
-        dtype, variant = x["dtype"], x["case"]["variant"]
+        dtype = x["dtype"]
+        variant = x["case"]["variant"]
         row = rows.setdefault(dtype, {"dtype": dtype, "cases": 0})
         row["cases"] += 1
         way = f"{x['case']['schedule']}, T={x['shape']['T']}"
         case = f"{variant['name']} ({variant['reduction']}), {way}"
         for name, check in x["checks"].items():
-            error, budget = check["error"], check["budget"]  # null is NaN
+            error = check["error"]
+            budget = check["budget"]  # null is NaN
             share = share_of_budget(ErrorBudget(math.nan if error is None else error, budget))
             if share >= shares.get((dtype, name), 0.0):
                 shares[dtype, name] = share
@@ -211,7 +213,8 @@ def verify(name: str, parts: list[list[str]], groups: list[str], out: Path) -> i
 
 def measure_all(machine: str, out: Path) -> int:
     """Measure what is alone, then side by side, each on GPUs of its own; verify at last."""
-    of, todo = spec()["machines"][machine], commands(machine, out)
+    of = spec()["machines"][machine]
+    todo = commands(machine, out)
     groups = groups_of_gpus(of["gpus"])
     out.mkdir(parents=True, exist_ok=True)
     free: SimpleQueue[str] = SimpleQueue()

@@ -66,7 +66,8 @@ def problem(
         ids = torch.randint(V, (T, K), generator=g)
         ids[:, 2] = ids[:, 0]
         ids[torch.rand(T, K, generator=g) < 0.2] = -1
-        ids[3], ids[0] = -1, torch.tensor([V - 1, 0, V // 2, 0, -1])
+        ids[3] = -1
+        ids[0] = torch.tensor([V - 1, 0, V // 2, 0, -1])
     elif "offsets" in options:
         n_tokens = len(options["offsets"]) - 1
     else:
@@ -163,7 +164,8 @@ def of_ranks(
     given: Scored, P: int, impl: str = "eager", *, cuts: tuple[int, ...] = (), **options: Any
 ) -> list[Outcome]:
     """Results of each of P ranks, with its ``calls``; shards are even, or end at ``cuts``."""
-    n_rows, split = len(given.weight), options.get("sequence_parallel", False)
+    n_rows = len(given.weight)
+    split = options.get("sequence_parallel", False)
     rows = [vocab_range(n_rows, rank, P) for rank in range(P)]
     if cuts:
         rows = list(itertools.pairwise((0, *cuts, n_rows)))

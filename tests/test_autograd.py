@@ -21,6 +21,7 @@ from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_
 from flce_dist.kernels import eager, gpu
 from flce_dist.parallel import collectives
 from flce_dist.testing import relative_rms
+from tests.devices import our_call
 from tests.flops import gemms_of
 from tests.problems import (
     METRICS,
@@ -38,7 +39,6 @@ from tests.problems import (
     run_op,
     small,
 )
-from tests.test_gpu_oracle import our_call
 
 WAYS = [{"schedule": schedule} for schedule in (*SCHEDULES, filtered.schedule(0.1))]
 each_way = pytest.mark.parametrize("way", WAYS, ids=str)

@@ -11,7 +11,7 @@ from flce_dist.kernels.interface import kernels_of
 from flce_dist.schedules.choose import choose_schedule
 from tests.parallel_problem import chunks_of, plan_sizes
 from tests.problems import both
-from tests.test_api_random_cases import Drawn, check_on_ranks
+from tests.random_cases import Drawn, check_on_ranks
 
 T, H, P = 64, 16, 2
 BF16, FP16 = torch.bfloat16, torch.float16

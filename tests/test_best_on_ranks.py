@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from flce_dist import linear_logprob, linear_sample, linear_top_k
 from flce_dist.parallel.vocab import vocab_range
@@ -21,10 +20,10 @@ from tests.best_problem import (
     real_problem,
     same_bits,
 )
+from tests.meshes import SPLIT, WHOLE, distributed, mesh_of
 from tests.on_ranks import on_ranks as on_forked_ranks
 from tests.parallel_problem import complaint
 from tests.problems import both
-from tests.test_dtensor import mesh_of
 
 pytestmark = pytest.mark.usefixtures("one_launch_at_a_time")
 
@@ -105,21 +104,22 @@ def test_sequences_that_are_split_along_their_second_dimension(impl: str) -> Non
         close(x.flatten(0, 1), of_flat)
 
 
-@pytest.mark.parametrize("tokens", [Replicate(), Shard(0)], ids=str)
+@pytest.mark.parametrize("tokens", [WHOLE, SPLIT], ids=str)
 @on_forked_ranks(2)
 def test_dtensors(group: Any, tokens: Any) -> None:
-    asked, mesh = problem(rows=331), mesh_of(2)
+    asked = problem(rows=331)
+    mesh = mesh_of(2)
     assert asked.bias is not None
     hidden, weight, bias, labels = (
-        distribute_tensor(x, mesh, [at])
+        distributed(x, mesh, at)
         for x, at in (
-            (asked.hidden, tokens), (asked.weight, Shard(0)), (asked.bias, Shard(0)),
-            (asked.options["labels"], Replicate()),
+            (asked.hidden, tokens), (asked.weight, SPLIT), (asked.bias, SPLIT),
+            (asked.options["labels"], WHOLE),
         )
     )  # fmt: skip
     found = linear_top_k(
         hidden, weight, 5, labels=labels, bias=bias, tp_group=mesh.get_group(),
-        sequence_parallel=tokens == Shard(0),
+        sequence_parallel=tokens == SPLIT,
     )  # fmt: skip
     assert all(type(x) is torch.Tensor for x in found)
     compare(found, asked)

@@ -151,7 +151,7 @@ def loss(impl):
     )
 
 impl, token, wrong, name = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-for _ in range(3):  # compiles and loads kernels, for which the host may wait; records the call
+for _ in range(3):  # compiles and loads kernels, for which the host may wait
     loss(impl)
 torch.cuda.synchronize()
 {"labels": labels, "temperature": temperature}[name][token] = wrong

@@ -17,8 +17,8 @@ from flce_dist.arguments.options import LossOptions
 from flce_dist.compiled import values_of
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.testing import relative_rms
+from tests.devices import each_device, inputs_on
 from tests.problems import DTYPES, device_of, everywhere, pairwise
-from tests.test_gpu_oracle import each_device, inputs_on
 
 H, V = 16, 70
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -16,11 +16,11 @@ from torch._functorch.aot_autograd import make_boxed_func
 from flce_dist import linear_cross_entropy
 from flce_dist.state_dtensors import local_part
 from flce_dist.testing import relative_rms
+from tests.meshes import ROWS, SPLIT, WHOLE, mesh_of, operands
 from tests.parallel_checks import layered
 from tests.parallel_problem import UNEVEN, Problem, rank_step
 from tests.problems import SCHEDULES
 from tests.test_compiled import forget_what_was_compiled
-from tests.test_dtensor import ROWS, SPLIT, WHOLE, mesh_of, operands
 
 __all__ = ["forget_what_was_compiled"]  # a fixture
 

@@ -1,9 +1,9 @@
 """max_counted and skip_ignored: other tokens than those that count are as if they were not there.
 
 Here these hold NaN, as all memory that is allocated does, or weight 0 and a wrong label. What is
-not computed of them is in test_skip_ignored.py and test_peak_memory.py; main_grad and replays with
-other masks are in test_main_grad.py, test_replay.py and test_gpu_graphs.py. T tokens, V vocabulary
-rows, H hidden size.
+not computed of them is in test_skip_ignored.py and test_peak_memory.py; main_grad is in
+test_main_grad.py, and graphs replayed with other masks are in test_gpu_graphs.py. T tokens,
+V vocabulary rows. Several ranks are in test_counted_on_ranks.py.
 """
 
 import itertools
@@ -16,89 +16,13 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.kernels.rows.counted_tokens import counted_tokens, counts
-from flce_dist.testing import RankPool, run_ranks
+from flce_dist.testing import run_ranks
+from tests.counted_problem import EVERY, LOSSES, MASKS, T, V, bound, check, masked, upstream_of
 from tests.outcomes import assert_same
-from tests.parallel_problem import (
-    Problem,
-    complaint,
-    joined,
-    misses,
-    on_threads,
-    plan_sizes,
-    rank_step,
-)
-from tests.problems import (
-    DTYPES,
-    IGNORE,
-    SCHEDULES,
-    Inputs,
-    Upstream,
-    both,
-    compare,
-    device_of,
-    make_inputs,
-    metric_upstream,
-    pairwise,
-    per_token_upstream,
-    poisoned_memory,
-    run_op,
-)
-from tests.test_sequence_dim import B, S, step_rank, whole
-
-T, V, H = 300, 70, 32
-t = torch.arange(T)
-MASKS = {
-    "all": t >= 0,
-    "half": t % 2 == 0,
-    "tenth": torch.rand(T, generator=torch.Generator().manual_seed(0)) < 0.1,
-    "none": t < 0,
-    "one per block": t % 128 == 33,
-    "last": t == T - 1,
-}
-EVERY: dict[str, dict[str, Any]] = {
-    **{str(name): {"schedule": name} for name in SCHEDULES},
-    "some cached": {"schedule": "cached", "max_logits_bytes": 40_000},
-    "chunks": {"schedule": "in_forward", "max_logits_bytes": 20_000},
-    "filtered": {"schedule": filtered.schedule(0.01)},
-}
-
-
-def masked(name: str, dtype: torch.dtype = torch.float32) -> tuple[Inputs, Inputs]:
-    """Inputs of which a mask counts, and what they mean: other tokens are ignored, and 0."""
-    inputs = make_inputs(T, V, H, dtype, bias=True, token_weight=True, ignored=0.0)
-    weights: Any = inputs.token_weight
-    skipped = ~MASKS[name]
-    of_weight_0 = skipped & (t % 3 == 0)
-    hidden = inputs.hidden.masked_fill(skipped[:, None], 0.0)
-    labels, weights = inputs.labels.masked_fill(skipped, IGNORE), weights.masked_fill(skipped, 0.0)
-    meant = replace(inputs, hidden=hidden, labels=labels, token_weight=weights)
-    given = replace(
-        inputs,
-        hidden=hidden.masked_fill(skipped[:, None], torch.nan),
-        labels=labels.masked_fill(of_weight_0, 1 << 40),
-        token_weight=weights.masked_fill(skipped & ~of_weight_0, torch.nan),
-    )
-    return given, meant
-
-
-LOSSES: dict[str, dict[str, Any]] = {
-    "mean": {"reduction": "mean"},
-    "sum": {"reduction": "sum", "label_smoothing": 0.1, "z_loss_weight": 0.01},
-    "none": {"reduction": "none", "softcap": 5.0, "logit_scale": 0.7},
-    "metrics": {"reduction": "none"},
-}
-
-
-def bound(mask: str, more: int = 0) -> int:
-    return max(1, int(MASKS[mask].sum()) + more)
-
-
-def upstream_of(loss: str) -> Upstream:
-    metrics = metric_upstream(T, "lse", "logprob", "entropy") if loss == "metrics" else {}
-    return Upstream(0.7 if loss in ("mean", "sum") else per_token_upstream(T), metrics)
-
+from tests.parallel_problem import complaint, plan_sizes
+from tests.problems import DTYPES, Upstream, both, device_of, pairwise, run_op
 
 EXACT = [name for name in EVERY if name != "filtered"]
 COUNTED = pairwise(itertools.product(EXACT, DTYPES, MASKS, LOSSES, [0, 5, 1000]))
@@ -109,26 +33,6 @@ CASES = [
         itertools.product(EVERY, DTYPES, MASKS, LOSSES, [None, 0, 40], [True], ["eager", "triton"])
     ),
 ]
-
-
-def check(
-    schedule: str, dtype: torch.dtype, mask: str, loss: str, more: int | None, skips: bool,
-    impl: str,
-) -> None:  # fmt: skip
-    """Compare with the definition; ``max_counted`` exceeds the tokens that count by ``more``."""
-    of_loss_only = EVERY[schedule]["schedule"] not in ("recompute", "cached")
-    if of_loss_only and LOSSES[loss]["reduction"] == "none":
-        loss = "sum"
-    options = {**EVERY[schedule], **LOSSES[loss], "skip_ignored": skips}
-    if more is not None:
-        options["max_counted"] = bound(mask, more)
-    (given, meant), upstream = masked(mask, dtype), upstream_of(loss)
-    with plan_sizes(tile=8, min_window=8), poisoned_memory():
-        found = run_op(given, upstream, impl=impl, **options)
-    if schedule == "filtered":  # which approximates
-        assert all(x.isfinite().all() for x in found.values())
-    else:
-        compare(found, meant, upstream, **options)
 
 
 @pytest.mark.parametrize(("schedule", "dtype", "mask", "loss", "more", "skips", "impl"), CASES)
@@ -196,73 +100,6 @@ def test_too_many_tokens_and_wrong_labels_that_count_are_errors_on_every_rank(im
     assert call(labels=wrong, max_counted=150).endswith(f"got {V} at token 4")
     said = run_ranks(lambda group: call(labels=given.labels, max_counted=9, tp_group=group), 2)
     assert all(too_many in one for one in said)
-
-
-LONG = Problem(T=48, ignored=0.7)
-ONE_RANK = Problem(T=48, options={"token_weight": (torch.arange(48) // 24).float()})
-"""No token of the first half counts."""
-NONE = LONG.changed(ignored=1.1)
-PER_TOKEN = LONG.changed(options={"reduction": "none", "label_smoothing": 0.1})
-BATCHED = Problem(T=B * S, ignored=0.6, options={"reduction": "none"})
-
-
-def n_of(problem: Problem) -> int:
-    weight = problem.options.get("token_weight")
-    return int(counts(problem.tensors[3], weight, IGNORE).sum())
-
-
-@pytest.mark.parametrize("sp", [False, True], ids=["replicated", "sequence parallel"])
-@pytest.mark.parametrize(("schedule", "problem", "more", "options"), [
-    ("recompute", LONG, 0, {"reduce_in_fp32": True}),
-    ("cached", ONE_RANK, 3, {}),
-    ("cached", PER_TOKEN, 0, {}),
-    ("in_forward", LONG, 1000, {}),
-    ("in_forward", ONE_RANK, 1, {"max_logits_bytes": 9000}),
-    ("cached", LONG.changed(dtype=torch.bfloat16), 0, {}),
-    ("auto", NONE, 1, {}),
-    ("cached", LONG, None, {"skip_ignored": True}),
-    ("in_forward", ONE_RANK, None, {"skip_ignored": True}),
-    ("recompute", NONE, None, {"skip_ignored": True}),
-])  # fmt: skip
-def test_on_ranks(schedule, problem, more, options, sp):
-    """Whose shards of the vocabulary are uneven."""
-    most = None if more is None else n_of(problem) + more
-    options = {**options, "max_counted": most, "sequence_parallel": sp}
-    with plan_sizes(tile=8, min_window=8):
-        outcome = on_threads(4, problem, schedule=schedule, **options)
-    assert misses(outcome, problem) == []
-
-
-@pytest.mark.parametrize("sp", [False, True])
-def test_kernels_on_ranks(ranks: RankPool, sp: bool) -> None:
-    """The loss has the same bits on one rank, and of all tokens."""
-    problem = LONG.changed(V_all=512)
-    options: dict[str, Any] = {"impl": "triton", "tp_invariant": True}
-    found = ranks.run(rank_step, problem, max_counted=20, sequence_parallel=sp, **options)
-    two = joined(found, sequence_parallel=sp)
-    assert misses(two, problem) == []
-    for most in (None, 20):
-        assert torch.equal(rank_step(None, problem, max_counted=most, **options).loss, two.loss)
-
-
-@pytest.mark.parametrize("sp", [False, True])
-def test_collectives_do_not_depend_on_the_mask(sp):
-    """dhidden is summed of the 20 tokens alone, unless a rank gets its own tokens of it."""
-    calls, *others = (
-        on_threads(2, problem, schedule="recompute", max_counted=20, sequence_parallel=sp).calls
-        for problem in (LONG, NONE, LONG.changed(seed=5))
-    )
-    assert all(other == calls for other in others)
-    assert "allreduce MAX float32[20]" in calls
-    assert ("allreduce SUM float32[640]" in calls) is not sp
-    moved = [call for call in calls if "gather" in call or "scatter" in call]
-    assert moved == (["allgather float32[768]"] * 2 + ["reduce_scatter SUM float32[1536]"]) * sp
-
-
-@pytest.mark.parametrize("kind", ["", "compiled", "dtensors"])
-def test_along_the_second_dimension(ranks: RankPool, kind: str) -> None:
-    outcomes = ranks.run(step_rank, BATCHED, kind, max_counted=n_of(BATCHED) + 2)
-    assert misses(whole(outcomes), BATCHED) == []
 
 
 @pytest.mark.parametrize("skips", [False, True])

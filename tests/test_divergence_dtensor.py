@@ -4,29 +4,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from flce_dist import linear_divergence
 from flce_dist.testing import relative_rms
 from tests.divergence_problem import V, problem, run_reference
+from tests.meshes import SPLIT, WHOLE, distributed, mesh_of
 from tests.on_ranks import on_ranks
-from tests.test_dtensor import mesh_of
-
-WHOLE = Replicate()
 
 
-@pytest.mark.parametrize(("P", "tokens"), [(2, WHOLE), (2, Shard(0)), (4, Shard(0))], ids=str)
+@pytest.mark.parametrize(("P", "tokens"), [(2, WHOLE), (2, SPLIT), (4, SPLIT)], ids=str)
 @on_ranks("P")
 def test_gradients_come_in_kind(group, P, tokens):
     """Of an uneven vocabulary; other dimensions of the mesh are replicated."""
     given = problem(torch.float64, rows=V + 1, tokens=(24,), kind="jsd")
-    truth, mesh = run_reference(given), mesh_of(*[2] * (P // 2))
-
-    def spread(x: Any, placement: Any) -> Any:
-        return distribute_tensor(x, mesh, [*[WHOLE] * (mesh.ndim - 1), placement])
-
-    operands = {
-        name: spread(x, tokens if name.endswith("hidden") else Shard(0))
+    truth = run_reference(given)
+    mesh = mesh_of(*[2] * (P // 2))
+    operands: dict[str, Any] = {
+        name: distributed(x, mesh, tokens if name.endswith("hidden") else SPLIT)
         for name, x in given.operands.items()
     }
     for name in ("hidden", "weight", "bias"):
@@ -35,8 +30,8 @@ def test_gradients_come_in_kind(group, P, tokens):
         **operands,
         tp_group=mesh.get_group(mesh.ndim - 1),
         kind="jsd",
-        sequence_parallel=tokens == Shard(0),
-        labels=spread(given.options["labels"], WHOLE),
+        sequence_parallel=tokens == SPLIT,
+        labels=distributed(given.options["labels"], mesh, WHOLE),
     )
     assert type(loss) is torch.Tensor and relative_rms(loss, truth["loss"]) <= 1e-11
     loss.backward()

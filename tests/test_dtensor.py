@@ -1,6 +1,5 @@
 """DTensors as arguments: supported placements give right gradients, others raise."""
 
-import functools
 import re
 from typing import Any
 from unittest import mock
@@ -10,48 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from flce_dist import api, linear_cross_entropy, state_dtensors
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms
+from tests.meshes import ROWS, SPLIT, WHOLE, distributed, mesh_of, operands
 from tests.on_ranks import on_ranks
 from tests.outcomes import Outcome
 from tests.parallel_problem import EVEN, PADDED, TINY, UNEVEN, Problem, complaint, misses
 
-SPLIT, WHOLE = Shard(0), Replicate()
 NONE = Problem(options={"reduction": "none"})
-
-
-@functools.cache
-def mesh_of(*shape: int) -> DeviceMesh:
-    """The mesh of the workers; its last dimension is the tensor-parallel one."""
-    names = ("other", "tp")[-len(shape) :]
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-def distributed(x: Tensor, mesh: DeviceMesh, placement: Any) -> Tensor:
-    """``x`` with this placement over the last dimension, replicated over others; None: plain."""
-    if placement is None:
-        return x.clone()
-    if placement == Partial():
-        return DTensor.from_local(x, mesh, [placement])
-    return distribute_tensor(x, mesh, [*[WHOLE] * (mesh.ndim - 1), placement])
-
-
-def operands(mesh: DeviceMesh, problem: Problem, **placements: Any) -> dict[str, Any]:
-    """hidden, weight, bias and labels; those without a placement are plain tensors."""
-    found: dict[str, Any] = {}
-    for name, x in zip(("hidden", "weight", "bias", "labels"), problem.tensors, strict=True):
-        placement = placements.get(name)
-        rank = mesh.get_local_rank(mesh.ndim - 1)
-        if placement is None and name in ("weight", "bias") and placements.get("rows", True):
-            x = x[slice(*vocab_range(len(x), rank, mesh.size(mesh.ndim - 1)))]
-        found[name] = distributed(x, mesh, placement)
-        if name != "labels":
-            found[name].requires_grad_()
-    return found
 
 
 def step_rank(
@@ -83,7 +52,6 @@ def step_rank(
     return Outcome.of(loss, *gradients)
 
 
-ROWS = {"weight": SPLIT, "bias": SPLIT}
 ALL = {**ROWS, "hidden": WHOLE, "labels": WHOLE}
 SEQUENCE = {**ALL, "hidden": SPLIT}
 

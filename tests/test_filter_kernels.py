@@ -19,6 +19,7 @@ from flce_dist.kernels.filtered.tiles import TILE_V
 from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.rows.formulas import TokenStats
 from flce_dist.testing import relative_rms
+from tests.devices import each_device
 from tests.filtered_formula import filtered_gradients, zipf_inputs
 from tests.problems import (
     IGNORE,
@@ -30,7 +31,6 @@ from tests.problems import (
     run_op,
 )
 from tests.test_filtered import EPS
-from tests.test_gpu_oracle import each_device
 from tests.test_shard_logits import far_apart
 
 

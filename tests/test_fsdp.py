@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from flce_dist import linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.arguments import rank_check
 from flce_dist.testing import relative_rms
+from tests.meshes import SPLIT, WHOLE, distributed, mesh_of
 from tests.on_ranks import on_ranks
 from tests.parallel_problem import UNEVEN, complaint
 from tests.problems import Inputs, Upstream, run_reference
-from tests.test_dtensor import SPLIT, WHOLE, distributed, mesh_of
 
 
 class Head(nn.Module):

@@ -11,11 +11,8 @@ from torch import Tensor
 from flce_dist import linear_sample, linear_top_k
 from flce_dist.launch.peak_memory import peak_memory
 from tests.best_problem import best, compare, equal, problem, same_bits
+from tests.devices import Replayed, each_device, host_must_not_wait, on_cuda
 from tests.problems import interpreted
-from tests.test_gpu_graphs import Replayed
-from tests.test_gpu_oracle import CUDA, host_must_not_wait, on_cuda
-
-each_device = pytest.mark.parametrize("device", ["cpu", CUDA])
 
 
 def operands(

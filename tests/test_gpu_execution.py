@@ -11,12 +11,7 @@ import triton
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.schedules.choose import choose_schedule
-from tests.outcomes import assert_same
-from tests.parallel_device_checks import step_on_streams
-from tests.parallel_problem import rank_step
-from tests.parallel_ranks import Ranks, differing, problem
-from tests.problems import METRICS, SCHEDULES, Upstream, each_schedule, make_inputs, run
-from tests.test_gpu_oracle import (
+from tests.devices import (
     SMALL,
     each_device,
     every_schedule,
@@ -26,6 +21,11 @@ from tests.test_gpu_oracle import (
     options_of,
     our_call,
 )
+from tests.outcomes import assert_same
+from tests.parallel_device_checks import step_on_streams
+from tests.parallel_problem import rank_step
+from tests.parallel_ranks import Ranks, differing, problem
+from tests.problems import METRICS, SCHEDULES, Upstream, each_schedule, make_inputs, run
 
 T, V, H = SMALL["cuda"]
 
@@ -40,6 +40,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "label_smoothing": 0.1, "z_loss_weight": 1e-3, "logit_scale": 0.7, "vocab_size": V - 10
     },
 }  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_a_waiting_host_is_noticed():
+    with pytest.raises(RuntimeError, match="synchronizing"), host_must_not_wait():
+        torch.ones((), device="cuda").item()
 
 
 @on_cuda

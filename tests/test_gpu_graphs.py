@@ -1,10 +1,6 @@
-"""CUDA graphs: forward and backward captured once, replayed on other data, equal to the bit.
-
-A CPU has no graphs: there ``Replayed`` runs the step again, which proves the rest of the test.
-"""
+"""CUDA graphs: forward and backward captured once, replayed on other data, equal to the bit."""
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,39 +13,16 @@ from flce_dist import (
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
 )
+from tests.devices import (
+    CUDA,
+    EVERY_SCHEDULE,
+    SMALL,
+    Replayed,
+    inputs_on,
+    on_cuda,
+    options_of,
+)
 from tests.problems import IGNORE, Inputs, pairwise
-from tests.test_gpu_oracle import CUDA, EVERY_SCHEDULE, SMALL, inputs_on, on_cuda, options_of
-
-WARM_UP = 3  # as many as PyTorch's documentation has
-
-Step = Callable[[], list[Tensor]]
-
-
-class Replayed:
-    """``step`` captured with all that it launches; its results stay where capture put them."""
-
-    def __init__(self, step: Step, device: str, *, capture_error_mode: str = "global") -> None:
-        self.graph: Any = None
-        self.step = step
-        if device == "cpu":
-            self.results = step()
-            return
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode=capture_error_mode):
-            self.results = step()
-
-    def replay(self) -> None:
-        if self.graph is not None:
-            self.graph.replay()
-            return
-        for buffer, result in zip(self.results, self.step(), strict=True):
-            buffer.copy_(result)
 
 
 def batch(seed: int, device: str) -> Inputs:

@@ -14,18 +14,46 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce_dist.testing import relative_rms
-from tests.outcomes import Outcome, misses
-from tests.problems import SCHEDULES, Inputs, Upstream, each_dtype, run
-from tests.test_gpu_oracle import (
+from tests.devices import (
     CUDA,
-    aim,
     each_device,
     every_schedule,
     inputs_on,
     options_of,
     our_call,
-    textbook_in_chunks,
 )
+from tests.outcomes import Outcome, misses
+from tests.problems import SCHEDULES, Inputs, Upstream, each_dtype, run, run_reference
+
+
+def aim(inputs: Inputs, label_logit: float) -> Inputs:
+    """Move each hidden state along its label's row until that logit is about ``label_logit``."""
+    hidden, rows = inputs.hidden.float(), inputs.weight[inputs.labels.clamp(min=0)].float()
+    step = (label_logit - (hidden * rows).sum(-1)) / rows.square().sum(-1)
+    return replace(inputs, hidden=(hidden + step[:, None] * rows).to(inputs.dtype))
+
+
+def textbook_in_chunks(
+    inputs: Inputs, dtype: torch.dtype, *, chunk_elements: int = 1 << 26
+) -> Outcome:
+    """Return losses [T] and the gradients of their sum, by the reference in ``dtype``.
+
+    It takes a chunk of tokens at a time, so that logits of any number fit; dweight sums chunks in
+    fp32, or fp64 for fp64.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    dweight = torch.zeros_like(inputs.weight, dtype=wide)
+    parts = []
+    chunk = max(1, chunk_elements // len(dweight))
+    chunks = (x.split(chunk) for x in (inputs.hidden, inputs.labels))
+    for hidden, labels in zip(*chunks, strict=True):
+        part = replace(inputs, hidden=hidden, labels=labels).to(dtype)
+        found = run_reference(part, Upstream(), reduction="none")
+        dweight += found["dweight"]
+        parts.append((found["loss"], found["dhidden"]))
+    loss, dhidden = map(torch.cat, zip(*parts, strict=True))
+    return Outcome(loss=loss, dhidden=dhidden, dweight=dweight)
+
 
 SIZES = {"cpu": (40, 36_000, 32), "cuda": (1024, 40_000, 1024)}  # T, V, H
 

@@ -1,4 +1,4 @@
-"""Random calls on a GPU, by one rank and by two; test_api_random_cases.py compares them.
+"""Random calls on a GPU, by one rank and by two; random_cases.py draws and compares them.
 
 Almost every combination of options compiles kernels of its own, for seconds. So there are few, and
 what is drawn is what the kernels of one combination take: sizes, data, masks, rows without tokens.
@@ -13,8 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from flce_dist import filtered
-from tests.test_api_random_cases import SETTINGS, Drawn, check_on_ranks
-from tests.test_gpu_oracle import CUDA
+from tests.devices import CUDA
+from tests.random_cases import SETTINGS, Drawn, check_on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_launch_at_a_time")
 

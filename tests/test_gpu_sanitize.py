@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from tests import gpu_sanitize
+from tests.devices import CUDA, on_cuda
 from tests.problems import interpreted
 from tests.processes import ROOT, environment
-from tests.test_gpu_oracle import CUDA, on_cuda
 
 FOUND = 9  # exit status of the sanitizer if it found something
 TIMEOUT_S = 170  # the sanitizer makes the start of PyTorch slow, too

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from flce_dist import filtered, linear_cross_entropy
 from flce_dist.testing import run_ranks
+from tests.rank_calls import BEGINS
 from tests.test_low_rank import H, R, T, V
-from tests.test_rank_check import BEGINS
 
 
 @pytest.mark.parametrize("low_rank, options, complaint", [

@@ -17,6 +17,7 @@ from flce_dist import filtered, linear_cross_entropy
 from flce_dist.kernels import gemm
 from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.testing import error_budget, relative_rms
+from tests.devices import Replayed, each_device, inputs_on
 from tests.parallel_problem import plan_sizes
 from tests.problems import (
     SCHEDULES,
@@ -31,8 +32,6 @@ from tests.problems import (
     pairwise,
     run_reference,
 )
-from tests.test_gpu_graphs import Replayed
-from tests.test_gpu_oracle import each_device, inputs_on
 
 PADDING = 7
 REAL = V - PADDING

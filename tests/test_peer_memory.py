@@ -1,4 +1,4 @@
-"""The protocol of peer_memory.py on simulated GPUs (fake_machine.py), in every order of streams."""
+"""The protocol of peers/memory.py on simulated GPUs (fake_machine.py), in every stream order."""
 
 import functools
 import itertools

@@ -1,16 +1,11 @@
-"""Ranks whose first call differs are told so, all of them, and none waits for another.
+"""Ranks whose first call differs are told so, all of them, and what differs is named.
 
-Also about values that they must share, and rows of the weight that they must not.
-T = 12 tokens, H = 8, V_all = 20 rows of vocabulary, P ranks.
+Also values that they must share, and rows of the weight that they must not.
+test_rank_check_when.py has which calls are compared, and what one rank alone refuses.
 """
 
-import functools
-import os
 import re
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -27,49 +22,21 @@ from flce_dist.arguments.options import LossOptions
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import run_ranks
 from tests.parallel_problem import complaint
+from tests.rank_calls import (
+    BEGINS,
+    F64,
+    ROWS,
+    V_ALL,
+    H,
+    T,
+    call,
+    complaint_of_all,
+    complaint_of_rank,
+    leaf,
+)
 from tests.test_options import CHANGED
 
-T, H, V_ALL = 12, 8, 20
-BEGINS = "ranks must call alike: "
-
-
-@pytest.fixture(autouse=True)
-def checked() -> Iterator[None]:
-    with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_RANKS": "1"}):
-        yield
-
-
-def call(rank: int, P: int) -> dict[str, Any]:
-    start, end = vocab_range(V_ALL, rank, P)
-    return dict(
-        hidden=torch.zeros(T, H, requires_grad=True),
-        weight=torch.zeros(end - start, H, requires_grad=True),
-        labels=torch.arange(T),
-        bias=torch.zeros(end - start),
-        token_weight=torch.ones(T),
-        temperature=0.7,
-        vocab_size=V_ALL,
-        vocab_range=(start, end),
-    )
-
-
-def verdicts(group: dist.ProcessGroup, odd: int, changes: dict[str, Any]) -> str:
-    mine = call(group.rank(), group.size()) | (changes if group.rank() == odd else {})
-    return complaint(linear_cross_entropy, **mine, tp_group=group)
-
-
-def say(changes: dict[str, Any]) -> str:
-    """The error of each of three ranks, which must be the same; rank 1 calls with ``changes``."""
-    (said,) = set(run_ranks(lambda group: verdicts(group, 1, changes), 3))
-    return said
-
-
-def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.zeros(*shape, dtype=dtype, requires_grad=True)
-
-
-F64 = torch.float64
-ROWS = 7  # of rank 1 of 3
+pytestmark = pytest.mark.usefixtures("ranks_compared")
 
 # Of these every rank names the value; others have consequences that come first.
 ALONE = {"vocab_size", "vocab_range", "sequence_parallel", "sequence_dim", "tp_invariant", "impl"}
@@ -113,11 +80,11 @@ def test_every_rank_names_what_differs(named, changes):
         for name, (usual, odd) in named.items()
     )
     hint = "; labels are those of all tokens of tp_group" if "tokens" in named else ""
-    assert say(changes).startswith(said + hint)
+    assert complaint_of_all(changes).startswith(said + hint)
 
 
 def test_rows_that_do_not_meet_are_named():
-    said = say(dict(vocab_range=(7, 15), weight=leaf(8, H), bias=torch.zeros(8)))
+    said = complaint_of_all(dict(vocab_range=(7, 15), weight=leaf(8, H), bias=torch.zeros(8)))
     expected = "of rank 2 must begin at 15, where those of rank 1 end, got (14, 20)"
     assert said == f"{BEGINS}vocabulary rows {expected}"
 
@@ -125,7 +92,7 @@ def test_rows_that_do_not_meet_are_named():
 def test_one_rank_without_gradients_is_named():
     def rank(group: dist.ProcessGroup) -> str:
         with torch.set_grad_enabled(group.rank() != 1):
-            return verdicts(group, 0, {})
+            return complaint_of_rank(group, 0, {})
 
     (said,) = set(run_ranks(rank, 2))  # threads have a grad mode of their own
     assert said.startswith(f"{BEGINS}hidden.requires_grad is True on rank 0 and False on rank 1")
@@ -179,57 +146,12 @@ def test_padding_anywhere_and_equal_numbers_of_other_types_agree():
     def rank(group: dist.ProcessGroup) -> str:
         start, end = rows = [(0, 10), (10, 24), (20, 26)][group.rank()]
         changes = dict(weight=leaf(end - start, H), bias=None, vocab_range=rows)
-        return verdicts(group, group.rank(), changes)
+        return complaint_of_rank(group, group.rank(), changes)
 
     assert run_ranks(rank, 3) == [""] * 3
-    assert say(dict(label_smoothing=0, logit_scale=1, labels=torch.arange(T).int())) == ""
-
-
-def test_only_the_first_call_of_a_group_is_checked_and_sends_about_1_kib():
-    def rank(group: Any) -> list[list[str]]:
-        other: Any = dist.new_group([0, 1])
-        gathers = []
-        for one in (group, group, other):
-            before = len(one.calls)
-            linear_cross_entropy(**call(group.rank(), 2), tp_group=one)
-            gathers.append([x for x in one.calls[before:] if x.startswith("allgather")])
-        return gathers
-
-    first, second = run_ranks(rank, 2)
-    assert first == second and first[0] == first[2] and not first[1]
-    length, summary = first[0]
-    assert length == "allgather int64[1]"
-    (size,) = re.findall(r"allgather uint8\[(\d+)\]", summary)
-    assert 512 < int(size) < 2048
-    with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_RANKS": "0"}):
-        assert run_ranks(rank, 2) == [[[], [], []]] * 2
-
-
-def test_no_check_while_a_graph_is_captured(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
-    group: Any = mock.Mock()
-    call: Any = mock.Mock(tp_group=group)
-    operands: Any = mock.Mock(hidden=torch.empty(0))
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    rank_check.check_alike("linear_cross_entropy", call, operands)
-    assert group not in rank_check._compared
-
-
-def compiled_rank(group: dist.ProcessGroup) -> str:
-    def loss(labels: torch.Tensor) -> torch.Tensor:
-        return linear_cross_entropy(torch.ones(T, 4), torch.ones(T, 4), labels, tp_group=group)
-
-    checks = mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_RANKS": "1"})
-    with checks, mock.patch.object(rank_check, "_compared", WeakKeyDictionary()):
-        compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-        assert torch.isfinite(compiled(torch.arange(T)))
-        rank_check._compared.clear()
-        return complaint(compiled, torch.arange(T) + group.rank())
-
-
-def test_under_compile(pools):
-    for said in pools[2].run(compiled_rank):
-        assert said.startswith(f"{BEGINS}hash of labels is ")
+    assert (
+        complaint_of_all(dict(label_smoothing=0, logit_scale=1, labels=torch.arange(T).int())) == ""
+    )
 
 
 def test_ids_of_scores_are_compared():
@@ -249,7 +171,7 @@ def test_ids_of_scores_are_compared():
     ("temperature", 0.6),
 ])  # fmt: skip
 def test_values_that_all_must_share_are_compared(name, other):
-    said = say({name: other})
+    said = complaint_of_all({name: other})
     assert said.startswith(f"{BEGINS}hash of {name} is '")
     assert ("are no tp_group, but the data_group" in said) == (name == "labels")
 
@@ -266,7 +188,7 @@ WHOLE = torch.randn(V_ALL, H, generator=torch.Generator().manual_seed(0))
 ])  # fmt: skip
 def test_a_whole_weight_on_every_rank_is_refused(weight, changes, is_refused):
     same = dict(weight=weight, bias=None, vocab_size=None, vocab_range=None) | changes
-    (said,) = set(run_ranks(lambda group: verdicts(group, group.rank(), same), 3))
+    (said,) = set(run_ranks(lambda group: complaint_of_rank(group, group.rank(), same), 3))
     assert ("got the same 20 rows on all 3 ranks, and no label above 11" in said) == is_refused
     assert bool(said) == is_refused
 
@@ -275,7 +197,7 @@ def test_equal_rows_on_purpose_are_said_by_vocab_range():
     def rank(group: dist.ProcessGroup) -> str:
         rows = (group.rank() * V_ALL, (group.rank() + 1) * V_ALL)
         same = dict(weight=WHOLE, bias=None, vocab_size=3 * V_ALL, vocab_range=rows)
-        return verdicts(group, group.rank(), same)
+        return complaint_of_rank(group, group.rank(), same)
 
     assert run_ranks(rank, 3) == [""] * 3
 
@@ -283,94 +205,22 @@ def test_equal_rows_on_purpose_are_said_by_vocab_range():
 def test_weights_that_differ_anywhere_in_a_sample_pass():
     def shards(group: dist.ProcessGroup) -> str:
         start, end = vocab_range(V_ALL, group.rank(), group.size())
-        return verdicts(group, group.rank(), dict(weight=WHOLE[start:end]))
+        return complaint_of_rank(group, group.rank(), dict(weight=WHOLE[start:end]))
 
     assert run_ranks(shards, 4) == [""] * 4
-
-
-def test_what_was_refused_is_compared_again():
-    def rank(group: dist.ProcessGroup) -> list[str]:
-        labels = torch.arange(T) + group.rank()
-        said = [verdicts(group, group.rank(), dict(labels=labels)) for _ in range(2)]
-        return [*said, *(verdicts(group, group.rank(), {}) for _ in range(2))]
-
-    for first, second, *after in run_ranks(rank, 2):
-        assert first == second and first.startswith(f"{BEGINS}hash of labels is ")
-        assert after == ["", ""]
-
-
-def test_each_function_is_compared():
-    """Also two functions at the same time."""
-
-    def rank(group: dist.ProcessGroup) -> list[str]:
-        ids, mine = torch.arange(T)[:, None] + group.rank(), call(group.rank(), 2)
-        rows = {name: mine[name] for name in ("vocab_size", "vocab_range")}
-        scored = functools.partial(
-            linear_logprob, mine["hidden"], mine["weight"], ids, tp_group=group, **rows
-        )
-        said = [verdicts(group, 0, {}), complaint(scored)]
-        counted = functools.partial(linear_cross_entropy_with_metrics, **mine, tp_group=group)
-        return [*said, complaint(scored if group.rank() else counted)]
-
-    (said,) = {tuple(texts) for texts in run_ranks(rank, 2)}
-    assert said[0] == "" and said[1].startswith(f"{BEGINS}hash of ids is ")
-    assert said[2] == (
-        f"{BEGINS}function is 'linear_cross_entropy_with_metrics' on rank 0 and "
-        "'linear_logprob' on rank 1"
-    )
-
-
-REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
-    (
-        "weight must have hidden's dtype",
-        linear_cross_entropy,
-        dict(weight=leaf(ROWS, H, dtype=F64)),
-    ),
-    ("token_weight must be", linear_cross_entropy, dict(labels=torch.arange(T - 1))),
-    ("hidden must be a torch.Tensor", linear_cross_entropy, dict(hidden=[1.0])),
-    ("bias must be", linear_cross_entropy_with_metrics, dict(bias=torch.zeros(1))),
-    ("ids must be", linear_logprob, dict(ids=torch.arange(T))),
-]
-
-
-@pytest.mark.parametrize(("text", "function", "changes"), REFUSED, ids=lambda x: str(x)[:20])
-def test_what_one_rank_refuses_raises_on_all(text, function, changes):
-    def rank(group: dist.ProcessGroup) -> str:
-        mine = call(group.rank(), 3)
-        if function is linear_logprob:
-            mine |= dict(ids=mine.pop("labels")[:, None])
-            del mine["token_weight"]
-        return complaint(function, **mine | (changes if group.rank() == 1 else {}), tp_group=group)
-
-    first, own, last = run_ranks(rank, 3)
-    assert re.match(text, own)
-    assert first == last == f"{BEGINS}rank 1 raised ValueError: {own}"
 
 
 def test_uneven_shards_without_vocab_range_are_named():
     def rank(group: dist.ProcessGroup) -> str:
         labels = torch.arange(V_ALL - T, V_ALL)
         even = dict(labels=labels, bias=None, vocab_size=None, vocab_range=None)
-        return verdicts(group, group.rank(), even)
+        return complaint_of_rank(group, group.rank(), even)
 
     (said,) = set(run_ranks(rank, 3))
     assert said == (
         f"{BEGINS}rows of weight is 7 on ranks 0, 1 and 6 on rank 2; uneven shards need "
         "vocab_range and vocab_size on all ranks"
     )
-
-
-def test_over_gloo_no_rank_aborts_or_waits():
-    def rank(group: dist.ProcessGroup) -> list[str]:
-        odd = group.rank() == 1
-        refused = dict(hidden=torch.zeros(T, H + 1)) if odd else {}
-        differing = dict(token_weight=None) if odd else {}
-        return [verdicts(group, group.rank(), x) for x in (refused, differing, {})]
-
-    for refused, differing, alike in run_ranks(rank, 2, backend="gloo"):
-        assert "weight must be [V, H] with H = 9" in refused
-        assert differing == f"{BEGINS}token_weight given is True on rank 0 and False on rank 1"
-        assert alike == ""
 
 
 def test_logits_of_the_layer_are_compared():

@@ -4,10 +4,8 @@ T = 12 tokens, H = 8, two ranks with 10 rows each of the vocabulary.
 """
 
 import inspect
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +14,8 @@ import torch.distributed as dist
 import flce_dist
 from flce_dist import filtered
 from flce_dist.testing import run_ranks
+
+pytestmark = pytest.mark.usefixtures("ranks_compared")
 
 T, H, V = 12, 8, 10
 BEGINS = "ranks must call alike: "
@@ -102,12 +102,6 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "linear_top_k": {"k": 2, "labels": torch.arange(T)},
     "linear_sample": {"seed": 0},
 }
-
-
-@pytest.fixture(autouse=True)
-def compared() -> Iterator[None]:
-    with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_RANKS": "1"}):
-        yield
 
 
 def call(function: str, group: dist.ProcessGroup) -> dict[str, Any]:

@@ -249,11 +249,9 @@ def test_nan_makes_all_scores_of_its_token_nan(impl: str, how: dict[str, Any], o
 
 
 @each_way
-def test_two_runs_are_bitwise_equal_and_so_are_replays(how: dict[str, Any]) -> None:
+def test_two_runs_are_bitwise_equal(how: dict[str, Any]) -> None:
     given = problem(torch.bfloat16, **how)
-    first, *others = (run_scores(given, "triton") for _ in range(4))
-    for other in others:
-        assert_same(first, other)
+    assert_same(run_scores(given, "triton"), run_scores(given, "triton"))
 
 
 @both

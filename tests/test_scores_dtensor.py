@@ -5,36 +5,33 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from flce_dist import linear_logprob
 from flce_dist.testing import relative_rms
+from tests.meshes import SPLIT, WHOLE, distributed, mesh_of
 from tests.on_ranks import on_ranks
 from tests.score_problem import T, V, each_over, problem, run_reference
-from tests.test_dtensor import mesh_of
-
-WHOLE = Replicate()
 
 
 @each_over
-@pytest.mark.parametrize(("P", "tokens"), [(2, WHOLE), (2, Shard(0)), (4, Shard(0))], ids=str)
+@pytest.mark.parametrize(("P", "tokens"), [(2, WHOLE), (2, SPLIT), (4, SPLIT)], ids=str)
 @on_ranks("P")
 def test_gradients_come_in_kind(group, P, tokens, over):
     """Of an uneven vocabulary; other dimensions of the mesh are replicated."""
     temperature = torch.linspace(0.5, 2, T, dtype=torch.float64)
     given = problem(torch.float64, rows=V + 1, over=over, temperature=temperature)
-    names, truth = list(given.upstream), run_reference(given)
+    names = list(given.upstream)
+    truth = run_reference(given)
     mesh = mesh_of(*[2] * (P // 2))
-
-    def spread(x: Any, placement: Any) -> Any:
-        return distribute_tensor(x, mesh, [*[WHOLE] * (mesh.ndim - 1), placement])
-
-    placed = (given.hidden, tokens), (given.weight, Shard(0)), (given.bias, Shard(0))
-    leaves = hidden, weight, bias = [spread(x, at).requires_grad_() for x, at in placed]
+    assert given.bias is not None
+    placed = (given.hidden, tokens), (given.weight, SPLIT), (given.bias, SPLIT)
+    leaves: list[Any] = [distributed(x, mesh, at).requires_grad_() for x, at in placed]
+    hidden, weight, bias = leaves
     out = linear_logprob(
-        hidden, weight, spread(given.ids, WHOLE), bias=bias,
-        tp_group=mesh.get_group(mesh.ndim - 1), sequence_parallel=tokens == Shard(0),
-        **given.options | {"temperature": spread(temperature, WHOLE)},
+        hidden, weight, distributed(given.ids, mesh, WHOLE), bias=bias,
+        tp_group=mesh.get_group(mesh.ndim - 1), sequence_parallel=tokens == SPLIT,
+        **given.options | {"temperature": distributed(temperature, mesh, WHOLE)},
     )  # fmt: skip
     heads = [getattr(out, name) for name in names]
     assert all(type(x) is torch.Tensor for x in heads)
@@ -58,7 +55,7 @@ def test_the_local_rows_have_a_main_grad(group, over):
     weight.main_grad = torch.ones_like(weight)
     assert given.bias is not None
     call = partial(
-        linear_logprob, distribute_tensor(given.hidden, mesh_of(2), [Shard(0)]),
+        linear_logprob, distribute_tensor(given.hidden, mesh_of(2), [SPLIT]),
         ids=given.ids, bias=given.bias[rows], tp_group=group, sequence_parallel=True,
         accumulate_dweight=True, **given.options,
     )  # fmt: skip
@@ -67,7 +64,7 @@ def test_the_local_rows_have_a_main_grad(group, over):
     torch.autograd.backward(heads, [g.double() for g in given.upstream.values()])
     assert weight.grad is None
     assert relative_rms(weight.main_grad - 1, truth[rows]) <= 1e-11
-    whole = distribute_tensor(given.weight, mesh_of(2), [Shard(0)]).requires_grad_()
+    whole = distribute_tensor(given.weight, mesh_of(2), [SPLIT]).requires_grad_()
     with pytest.raises(NotImplementedError, match="accumulate_dweight=True needs a plain weight"):
         call(weight=whole, bias=None)
 

@@ -14,6 +14,7 @@ from flce_dist.kernels import gemm, gpu
 from flce_dist.kernels.counted_gemm import counted_gemm
 from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.testing import RankPool, relative_rms
+from tests.counted_problem import MASKS, ONE_RANK, check, masked, n_of, upstream_of
 from tests.parallel_problem import joined, misses, rank_step
 from tests.problems import (
     Patch,
@@ -24,7 +25,6 @@ from tests.problems import (
     pairwise,
     run_op,
 )
-from tests.test_counted import MASKS, ONE_RANK, check, masked, n_of, upstream_of
 
 TILE = 32  # tokens of a tile of logits in the interpreter
 

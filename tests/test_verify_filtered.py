@@ -11,7 +11,7 @@ from torch import Tensor
 from flce_dist import filtered, linear_cross_entropy, vocab_range
 from flce_dist.kernels.filtered import eager as eager_filter
 from flce_dist.launch.verify import __main__ as verify
-from flce_dist.launch.verify import checks as verify_checks
+from flce_dist.launch.verify import results as verify_results
 from flce_dist.launch.verify.cases import FILTER_EPS, Case, cases, filtered_shape, filtered_variants
 from flce_dist.launch.verify.checks import Truth, make_truth, run_case
 from flce_dist.launch.verify.data import Data, make_data
@@ -109,7 +109,7 @@ def test_a_wrong_share_is_found(mutate, name):
         out = call(*args, **kwargs)
         return out._replace(**{name: 1.001 * getattr(out, name)})
 
-    mutate(verify_checks, "linear_cross_entropy_with_metrics", off)
+    mutate(verify_results, "linear_cross_entropy_with_metrics", off)
     assert missed(case, torch.float32) == {name}
 
 
@@ -121,7 +121,7 @@ def test_eps_0_that_filters_is_found(monkeypatch, capsys):
             schedule = filtered.schedule(1e-9)
         return linear_cross_entropy(*args, schedule=schedule, **kwargs)
 
-    monkeypatch.setattr(verify_checks, "linear_cross_entropy", filtering)
+    monkeypatch.setattr(verify_results, "linear_cross_entropy", filtering)
     shape = ["--shapes", "16", "16", "32", "--schedules", "recompute"]
     assert verify.main(["--device", "cpu", "--dtypes", "fp32", *shape]) == 1
     (miss, verdict) = capsys.readouterr().out.splitlines()[-2:]

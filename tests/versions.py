@@ -57,7 +57,8 @@ USERS = {
 
 def python_of(release: str) -> Path:
     """Return the interpreter of the environment of this name; make it if need be."""
-    folder, ready = FOLDER / release, FOLDER / release / "ready"
+    folder = FOLDER / release
+    ready = FOLDER / release / "ready"
     python = folder / "bin" / "python"
     if not ready.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)

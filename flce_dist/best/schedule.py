@@ -19,7 +19,7 @@ from flce_dist.core.sections import (
     with_next,
 )
 from flce_dist.kernels.best.chunks import Grid, chunk_tokens
-from flce_dist.kernels.best.interface import Noise, ShardBest, kernels_of
+from flce_dist.kernels.best.interface import Noise, ShardBest, best_kernels_of
 from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.parallel import collectives
 from flce_dist.parallel.counted import put_back
@@ -58,7 +58,7 @@ class TopK:
         return operands
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
-        kernels = kernels_of(call.impl)
+        kernels = best_kernels_of(call.impl)
         group = call.tp_group
         counted = operands.labels != call.options.ignore_index
         sections = sections_of(call, operands, (self.section_t,))
@@ -119,7 +119,7 @@ class Sample:
         """Return logprob and ids of the section whose labels are counters."""
         noise = Noise(self.seed, logits.labels)
         logits = logits._replace(labels=torch.zeros_like(noise.counters))
-        best = kernels_of(call.impl).best_of_shard(logits, k=1, label_logit=None, noise=noise)
+        best = best_kernels_of(call.impl).best_of_shard(logits, k=1, label_logit=None, noise=noise)
         lse = merged_lse(call, best)
         assert best.pairs is not None
         ids = merged_ids(call, best.pairs, lse, logits.counted, k=1, top_p=None)[0][:, 0]
@@ -182,13 +182,13 @@ def _joined(of_sections: list[Tensor | None], sections: list[Section]) -> Tensor
 
 def _label_logits(call: Call, logits: ShardLogits) -> Tensor:
     """Return the logits of labels [T], the same on every rank."""
-    mine = kernels_of(call.impl).label_logits(logits, vocab_size=call.vocab_size)
+    mine = best_kernels_of(call.impl).label_logits(logits, vocab_size=call.vocab_size)
     return collectives.all_reduce_sum(mine, call.tp_group)
 
 
 def merged_lse(call: Call, best: ShardBest) -> Tensor:
     """Return lse [T] fp64 over the whole vocabulary, the same bits on every rank."""
-    kernels = kernels_of(call.impl)
+    kernels = best_kernels_of(call.impl)
     group = call.tp_group
     of_all = best.largest
     if group is not None:
@@ -205,5 +205,5 @@ def merged_ids(
     T, n = pairs.shape
     gathered = collectives.gather_tokens(pairs, call.tp_group)
     of_ranks = gathered.view(collectives.group_size(call.tp_group), T, n)
-    ids, logprob = kernels_of(call.impl).merged_ids(of_ranks, lse, counted, k=k, top_p=top_p)
+    ids, logprob = best_kernels_of(call.impl).merged_ids(of_ranks, lse, counted, k=k, top_p=top_p)
     return ids, logprob.to(call.stats_dtype)

@@ -7,7 +7,6 @@ over its rows. T = tokens of the group, V = real rows here.
 
 from dataclasses import dataclass, field
 from numbers import Real
-from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from flce_dist.core.gradients import Gradients, dweight_factor, row_gradient
 from flce_dist.core.statistics import Pass, finished
 from flce_dist.kernels import gemm
 from flce_dist.kernels.filtered import eager
+from flce_dist.kernels.filtered.interface import tile_kernels_of
 from flce_dist.kernels.filtered.tiles import TILE_V, tile_grid
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, rows_of
 from flce_dist.kernels.rows.formulas import TokenStats, root_of_large
@@ -125,7 +125,7 @@ class Filtered:
             loss, metrics, saved = self.recompute.forward(call, operands)
             scalars = (loss.new_ones(()), loss.new_zeros(())) if call.options.with_metrics else ()
             return loss, (*metrics, *scalars), saved
-        kernels: Any = _gpu() if call.impl == "triton" else eager
+        kernels = tile_kernels_of(call.impl)
         forward_pass = Pass(call, operands)
         tokens = (0, call.T)
         tiles = kernels.new_tile_stats(forward_pass.logits)
@@ -166,12 +166,6 @@ class Filtered:
         else:
             _add_dense(gradients, chunk, kept, mass)
         return closed(gradients, chunk)
-
-
-def _gpu() -> ModuleType:  # imported on demand: eager alone needs no working triton
-    from flce_dist.kernels.filtered import gpu
-
-    return gpu
 
 
 def _approximation(
@@ -215,7 +209,8 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
     rows = chunk.rows
     gather = chunk.gather
     assert logits is not None and rows.scale is not None and gather is not None
-    kernels = _gpu()
+    from flce_dist.kernels.filtered import gpu as kernels  # on demand, as tile_kernels_of
+
     weight = logits.weight
     capacity = max(2, chunk.window_v // TILE_V) * len(kept)
     lists = kernels.tile_lists(kept, capacity)

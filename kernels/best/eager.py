@@ -10,7 +10,12 @@ from torch import Tensor
 
 from flce_dist.kernels.best.interface import Noise, ShardBest
 from flce_dist.kernels.best.noise import eager_gumbel
-from flce_dist.kernels.logits.eager import SCRATCH_BYTES, assert_in_vocabulary, windows
+from flce_dist.kernels.logits.eager import (
+    SCRATCH_BYTES,
+    assert_in_vocabulary,
+    finite,
+    windows,
+)
 from flce_dist.kernels.logits.operands import ShardLogits
 
 
@@ -52,7 +57,7 @@ def best_of_shard(
     for tokens, z in _chunks(logits):
         if V:
             largest[tokens] = z.amax(1)
-            sums[0, tokens] = (z - _finite(largest[tokens])[:, None]).exp().sum(1)
+            sums[0, tokens] = (z - finite(largest[tokens])[:, None]).exp().sum(1)
         if above is not None and label_logit is not None:
             of_label = label_logit[tokens, None]
             label = logits.labels[tokens, None] - first_id
@@ -66,11 +71,6 @@ def best_of_shard(
     return ShardBest(largest, sums, above, pairs)
 
 
-def _finite(largest: Tensor) -> Tensor:
-    """Return what exponentials are relative to: not -inf, from which -inf would be NaN."""
-    return largest.where(largest != -torch.inf, 0.0)
-
-
 def _packed(value: Tensor, id: Tensor, k: int) -> Tensor:
     """Return [t, 2 k] int64: the bits of k values in fp64, -inf where there are fewer, and ids."""
     missing = (0, k - value.shape[1])
@@ -80,11 +80,11 @@ def _packed(value: Tensor, id: Tensor, k: int) -> Tensor:
 
 
 def relative_to(largest: Tensor, of_all: Tensor, sums: Tensor) -> None:
-    sums.mul_((largest - _finite(of_all)).exp())
+    sums.mul_((largest - finite(of_all)).exp())
 
 
 def merged_lse(largest: Tensor, sums: Tensor) -> Tensor:
-    return _finite(largest).double() + sums[0].double().log()
+    return finite(largest).double() + sums[0].double().log()
 
 
 def merged_ids(

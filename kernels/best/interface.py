@@ -29,6 +29,8 @@ class ShardBest(NamedTuple):
 
 
 class BestKernels(Protocol):
+    """The pass over this shard's logits, and what merges tokens' statistics and ids over ranks."""
+
     def label_logits(self, logits: ShardLogits, *, vocab_size: int) -> Tensor: ...
 
     def best_of_shard(
@@ -44,7 +46,7 @@ class BestKernels(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-def kernels_of(impl: str) -> BestKernels:
+def best_kernels_of(impl: str) -> BestKernels:
     """Import an implementation on demand: eager alone needs no working triton."""
     if impl == "triton":
         from flce_dist.kernels.best import gpu

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from flce_dist.kernels.best.keys import LOWEST_KEY, key_of
 from flce_dist.kernels.logits.exact_sums import BIN_BITS, lower_limbs, slice_sums
+from flce_dist.kernels.logits.launching import tokens_of_merge
+from flce_dist.kernels.logits.merge_stats import parts_at
+from flce_dist.kernels.primitives import LN2, LOG2E, finite
 from flce_dist.kernels.tuning import next_power_of_2
 
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LN2 = tl.constexpr(0.6931471805599453)
-_BIN_BELOW = tl.constexpr(2.0**-38)
+_BIN_BELOW = tl.constexpr(2.0**-BIN_BITS.value)
 _AT_ONCE = 2048  # numbers of a block: what the registers of 4 warps hold
 _TOKENS = 128  # of a program of the small kernels
 
@@ -27,14 +28,14 @@ _TOKENS = 128  # of a program of the small kernels
 @triton.jit
 def _bin_of(largest):
     """The bin of ``exp(largest)`` as an fp64 number; far below all others for -inf."""
-    exponent = tl.floor(largest.to(tl.float64) * _LOG2E)
+    exponent = tl.floor(largest.to(tl.float64) * LOG2E)
     return tl.floor(tl.maximum(exponent, -1e15) / BIN_BITS)
 
 
 @triton.jit
 def _terms(largest, total, bin):
     """``total * exp(largest)`` over ``2 ** (38 bin)``, rounded before it is divided; fp64."""
-    exponent = tl.where(largest == -float("inf"), 0.0, largest).to(tl.float64) * _LOG2E
+    exponent = finite(largest).to(tl.float64) * LOG2E
     whole = tl.floor(exponent)
     factor = total.to(tl.float64) * tl.exp2(exponent - whole)
     shift = tl.maximum(tl.minimum(whole - bin * BIN_BITS, 200.0), -1000.0)
@@ -54,9 +55,8 @@ def _merge_groups_kernel(
     mask_t = offs_t < T
     largest = tl.full((BLOCK_T,), -float("inf"), tl.float32)
     for start in range(0, N, BLOCK_N):
-        n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-        mask = (n < N) & mask_t[None, :]
-        m = tl.load(part_ptr + n * T + offs_t[None, :], mask=mask, other=-float("inf"))
+        ptrs, mask = parts_at(part_ptr, start, N, T, offs_t, mask_t, BLOCK_N)
+        m = tl.load(ptrs, mask=mask, other=-float("inf"))
         largest = tl.maximum(largest, tl.max(m, axis=0))
     tl.store(largest_ptr + offs_t, largest, mask=mask_t)
 
@@ -66,11 +66,9 @@ def _merge_groups_kernel(
     low = high
     plane = tl.cast(N, tl.int64) * T
     for start in range(0, N, BLOCK_N):
-        n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-        mask = (n < N) & mask_t[None, :]
-        place = part_ptr + n * T + offs_t[None, :]
-        m = tl.load(place, mask=mask, other=-float("inf"))
-        total = tl.load(place + plane, mask=mask, other=0.0)
+        ptrs, mask = parts_at(part_ptr, start, N, T, offs_t, mask_t, BLOCK_N)
+        m = tl.load(ptrs, mask=mask, other=-float("inf"))
+        total = tl.load(ptrs + plane, mask=mask, other=0.0)
         terms = _terms(m, total, bin[None, :])
         more_high, _, more_low = slice_sums(terms, of_terms, GROUP_V, 2)
         high += more_high
@@ -81,9 +79,8 @@ def _merge_groups_kernel(
     if above_ptr is not None:
         above = tl.zeros((BLOCK_T,), tl.int64)
         for start in range(0, num_v, BLOCK_N):
-            n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-            mask = (n < num_v) & mask_t[None, :]
-            more = tl.load(above_ptr + n * T + offs_t[None, :], mask=mask, other=0)
+            ptrs, mask = parts_at(above_ptr, start, num_v, T, offs_t, mask_t, BLOCK_N)
+            more = tl.load(ptrs, mask=mask, other=0)
             above += tl.sum(more, axis=0)
         tl.store(total_above_ptr + offs_t, above, mask=mask_t)
     if keys_ptr is not None:
@@ -110,14 +107,14 @@ def merge_groups(
     """
     _, N, T = part.shape
     num_v = max((len(x) for x in of_tiles if x is not None), default=0)
-    block_t = min(next_power_of_2(T), 32, max(8, next_power_of_2(T) // 256))
-    block_n = min(_AT_ONCE // block_t, next_power_of_2(N))
-    _merge_groups_kernel[(-(-T // block_t),)](
+    BLOCK_T = tokens_of_merge(T)
+    BLOCK_N = min(_AT_ONCE // BLOCK_T, next_power_of_2(N))
+    _merge_groups_kernel[(-(-T // BLOCK_T),)](
         part, *of_tiles,
         largest, sums, above, keys,
         N, num_v, T, sums.stride(0),
         first_id,
-        GROUP_V=group_v, BLOCK_N=block_n, BLOCK_T=block_t, num_warps=4,
+        GROUP_V=group_v, BLOCK_N=BLOCK_N, BLOCK_T=BLOCK_T, num_warps=4,
     )  # fmt: skip
 
 
@@ -168,7 +165,7 @@ def _lse_kernel(
     bin = _bin_of(tl.load(largest_ptr + offs_t, mask=mask_t, other=0.0))
     total = tl.load(sums_ptr + offs_t, mask=mask_t, other=1.0)
     total += tl.load(sums_ptr + T + offs_t, mask=mask_t, other=0.0)
-    lse = tl.log(total) + bin * BIN_BITS * _LN2
+    lse = tl.log(total) + bin * BIN_BITS * LN2
     tl.store(lse_ptr + offs_t, lse, mask=mask_t)
 
 

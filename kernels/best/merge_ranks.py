@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.best.keys import LOWEST_KEY, id_of, logit_of
+from flce_dist.kernels.primitives import exp
 from flce_dist.kernels.tuning import next_power_of_2
 
 _SORTED_AT_ONCE = 1024  # keys of a program
@@ -37,7 +38,7 @@ def _merge_ranks_kernel(
     logprob = tl.minimum(logit_of(keys).to(tl.float64) - lse, 0.0)
     logprob = tl.where(is_id, logprob, -float("inf")).to(tl.float32)
     if top_p is not None:
-        mass = tl.cumsum(tl.exp2(logprob * 1.4426950408889634), axis=1)
+        mass = tl.cumsum(exp(logprob), axis=1)
         kept = 1 + tl.sum((is_id & (mass < top_p)).to(tl.int32), axis=1)[:, None]
         is_id &= i < kept
         logprob = tl.where(is_id, logprob, -float("inf"))

@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.primitives import INTERPRET
+from flce_dist.kernels.primitives import INTERPRET, LN2
 
 ROUNDS = 7
 _ROUNDS = tl.constexpr(ROUNDS)
-_LN2 = tl.constexpr(0.6931471805599453)
 _LARGEST_U = tl.constexpr(1 - 2.0**-24)
 
 
@@ -52,8 +51,8 @@ def gumbel(noise, offs_t, mask_t, first_id, offs_v, ALIGNED: tl.constexpr):
     u = tl.minimum((r.to(tl.float32) + 0.5) * 2.0**-32, _LARGEST_U)
     # -log(1 - u) with the relative accuracy of u, which decides which id wins.
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u / 4)))
-    exponential = tl.where(u < 1 / 64, series, _log2(1 - u) * -_LN2)
-    return _log2(exponential) * -_LN2
+    exponential = tl.where(u < 1 / 64, series, _log2(1 - u) * -LN2)
+    return _log2(exponential) * -LN2
 
 
 def eager_gumbel(seed: int, counters: Tensor, first_id: int, V: int) -> Tensor:

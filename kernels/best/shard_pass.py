@@ -22,7 +22,14 @@ from flce_dist.kernels.best.noise import gumbel
 from flce_dist.kernels.best.winners import winners
 from flce_dist.kernels.logits.launching import TileLaunch, matrix, tile_launch
 from flce_dist.kernels.logits.operands import ShardLogits, new_window
-from flce_dist.kernels.primitives import exp, logits_tile, store_tile, tile_coordinates
+from flce_dist.kernels.primitives import (
+    exp,
+    finite,
+    halves,
+    logits_tile,
+    store_tile,
+    tile_coordinates,
+)
 
 BLOCK_COLUMNS = 64
 """Columns of a block whose largest logit tells whether its logits are read again. With the 256 of a
@@ -51,14 +58,14 @@ def _store_groups(part_ptr, x, pid_v, plane, T, offs_t, mask_t, GROUP_V: tl.cons
     """Store the maximum of each group of columns and its sum of ``exp(x - maximum)``."""
     if x.shape[1] == GROUP_V:
         largest = tl.max(x, axis=1)
-        above = tl.where(largest == -float("inf"), 0.0, largest)
-        total = tl.sum(exp(x - above[:, None]), axis=1)
+        reference = finite(largest)
+        total = tl.sum(exp(x - reference[:, None]), axis=1)
         place = part_ptr + pid_v.to(tl.int64) * T + offs_t
         mask = mask_t
     else:
         of_groups, largest = _maxima_of_groups(x, GROUP_V)
-        above = tl.where(largest == -float("inf"), 0.0, largest)
-        total = tl.sum(exp(of_groups - above[:, :, None]), axis=2)
+        reference = finite(largest)
+        total = tl.sum(exp(of_groups - reference[:, :, None]), axis=2)
         place = _places_of_groups(part_ptr, pid_v, x.shape[1] // GROUP_V, T, offs_t)
         mask = mask_t[:, None]
     tl.store(place, largest, mask=mask)
@@ -77,7 +84,7 @@ def _store_maxima(maxima_ptr, x, pid_v, T, offs_t, mask_t, COLUMNS: tl.constexpr
 def _store_logits(z, x, start_t, start_v, T, V, stride_t, TMA: tl.constexpr):
     """Store a tile x of logits, half of the columns at a time: shared memory holds no fp32 tile."""
     WIDTH: tl.constexpr = x.shape[1] // 2
-    left, right = x.reshape(x.shape[0], 2, WIDTH).permute(0, 2, 1).split()
+    left, right = halves(x)
     store_tile(z, left, start_t, start_v, T, V, stride_t, x.shape[0], WIDTH, TMA)
     store_tile(z, right, start_t, start_v + WIDTH, T, V, stride_t, x.shape[0], WIDTH, TMA)
 

@@ -10,10 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.divergence.formulas import Measure, PairStats
+from flce_dist.kernels.logits.exact_sums import nearest_multiple
 from flce_dist.kernels.logits.operands import ShardLogits
-from flce_dist.kernels.primitives import cast, computed, exp, softcap_slope
+from flce_dist.kernels.primitives import cast, computed, exp, log1p_series, softcap_slope
 from flce_dist.kernels.tuning import next_power_of_2
 
+_TILE_T = 128  # tokens of the largest tile of logits, in which D that is read is 0 to the end
 _BLOCK = 4096  # columns of a token at a time
 _BLOCK_OF_SUMS = 2048
 _GROUP = 32  # columns whose sum is rounded to _UNIT where sums must not depend on shards
@@ -33,12 +35,9 @@ def _expm1(x):
 
 
 @triton.jit
-def _log1p(x):
-    """``log(1 + x)`` for x <= 0, with the relative accuracy of x near 0 (see primitives.log1p)."""
-    s = x / (2 + x)
-    q = s * s
-    series = 1 / 9 + q * (1 / 11 + q * (1 / 13 + q * (1 / 15 + q / 17)))
-    series = 2 * s * (1 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * series))))
+def _log1p_below_0(x):
+    """``log(1 + x)`` for x <= 0, with the relative accuracy of x near 0."""
+    series = log1p_series(x)
     return tl.where(x > -0.5, series, tl.log(1 + x))
 
 
@@ -46,7 +45,7 @@ def _log1p(x):
 def _log_ratios(d, beta):
     """``log(q / m)`` and ``log(p / m)``: of the larger of p and q one logarithm, near 0."""
     distance = tl.abs(d)
-    of_larger = -_log1p(tl.where(d > 0, beta, 1 - beta) * _expm1(-distance))
+    of_larger = -_log1p_below_0(tl.where(d > 0, beta, 1 - beta) * _expm1(-distance))
     of_smaller = of_larger - distance
     return tl.where(d > 0, of_smaller, of_larger), tl.where(d > 0, of_larger, of_smaller)
 
@@ -64,8 +63,7 @@ def _plus(total, x, GROUP: tl.constexpr):
         return total + x
     else:
         terms = tl.sum(tl.reshape(x, (x.shape[0] // GROUP, GROUP)), axis=1).to(tl.float64)
-        far = 6755399441055744.0 * _UNIT  # 1.5 * 2^52: fp64 numbers near far are one unit apart
-        return total + ((terms + far) - far)
+        return total + nearest_multiple(terms, _UNIT)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -197,14 +195,14 @@ def _pair_dlogits_kernel(
     T, V,
     stride_s_t, stride_t_t, stride_out_t,
     scalars, beta,  # those of ShardLogits
-    KIND: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, TILE_T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program writes BLOCK columns of one token."""
     t = tl.program_id(0).to(tl.int64)  # T * V passes 2**31 at 16k x 128k
     ignore_index, _, softcap, inverse_ptr, count_ptr = scalars
     offs_v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     # Beyond a whole tile of logits after the last token that counts nobody reads.
-    mask = offs_v < tl.where(t < computed(count_ptr, T) + BLOCK_T, V, 0)
+    mask = offs_v < tl.where(t < computed(count_ptr, T) + TILE_T, V, 0)
     counted = tl.load(labels_ptr + t) != ignore_index
     mask_in = mask & counted
     s = tl.load(s_ptr + t * stride_s_t + offs_v, mask=mask_in, other=-float("inf"))
@@ -253,5 +251,5 @@ def pair_dlogits(
         T, V,
         s.stride(0), t.stride(0), out.stride(0),
         logits.scalars, measure.beta,
-        KIND=measure.kind, BLOCK_T=128, BLOCK=block, num_warps=8,
+        KIND=measure.kind, TILE_T=_TILE_T, BLOCK=block, num_warps=8,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from flce_dist.kernels.divergence.formulas import (  # noqa: F401
     PairStats,
     stats_of_totals,
 )
-from flce_dist.kernels.logits.eager import slope_of, windows
+from flce_dist.kernels.logits.eager import finite, slope_of, windows
 from flce_dist.kernels.logits.operands import ShardLogits
 
 
@@ -29,19 +29,15 @@ def pair_logits(
             out[:, here] = z
         before = largest
         largest = torch.maximum(before, z.amax(1))
-        reference = _finite(largest)
+        reference = finite(largest)
         total = total * (before - reference).exp() + (z - reference[:, None]).exp().sum(1)
         if first is not None and first_max is not None:
-            w = (first[:, here] - _finite(first_max)[:, None]).exp()
+            w = (first[:, here] - finite(first_max)[:, None]).exp()
             weighted += _weighted(w, first[:, here] - z).sum(1)
     rows[0] = largest
     rows[1] = total
     if first is not None:
         rows[2] = weighted
-
-
-def _finite(reference: Tensor) -> Tensor:
-    return reference.where(reference != -torch.inf, 0.0)
 
 
 def pair_sums(

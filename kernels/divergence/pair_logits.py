@@ -16,12 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.logits.launching import matrix, tile_launch
+from flce_dist.kernels.logits.launching import matrix, tile_launch, tokens_of_merge
+from flce_dist.kernels.logits.merge_stats import parts_at
 from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.primitives import (
     N_COUNTED,
     computed,
     exp,
+    finite,
+    halves,
     load_tile,
     logits_tile,
     store_tile,
@@ -30,12 +33,6 @@ from flce_dist.kernels.primitives import (
 from flce_dist.kernels.tuning import next_power_of_2
 
 _PARTS = 4  # of a tile's columns: registers hold the first model's logits of one at a time
-
-
-@triton.jit
-def _finite(reference):
-    """What exponentials are relative to: 0 where all is -inf."""
-    return tl.where(reference == -float("inf"), 0.0, reference)
 
 
 @triton.jit
@@ -72,7 +69,7 @@ def _take_parts(
             x, reference, first, z, start_t, start_v, T, V, stride_z_t, EVEN_V, TMA
         )  # fmt: skip
     else:
-        left, right = x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
+        left, right = halves(x)
         total, weighted = _take_parts(
             left, reference, first, z, start_t, start_v, T, V, stride_z_t,
             EVEN_V, TMA, PARTS // 2,
@@ -111,7 +108,7 @@ def _pair_logits_kernel(
         first = None
         if first_z is not None:  # loaded before the GEMM, which hides the latency
             first_max = tl.load(first_max_ptr + offs_t, mask=mask_t, other=0.0)
-            first = (first_z, _finite(first_max), stride_first_t)
+            first = (first_z, finite(first_max), stride_first_t)
         x = logits_tile(
             hidden, weight, bias_ptr, start_t, start_v, T, V, H,
             strides, scalars, BLOCK_T, BLOCK_V, BLOCK_H, TMA,
@@ -120,7 +117,7 @@ def _pair_logits_kernel(
             offs_v = start_v + tl.arange(0, BLOCK_V)
             x += tl.where(offs_v < V, 0.0, -float("inf"))[None, :]
         maximum = tl.max(x, axis=1)
-        reference = _finite(maximum)
+        reference = finite(maximum)
 
         total, weighted = _take_parts(
             x, reference, first, z, start_t, start_v, T, V, stride_z_t,
@@ -150,17 +147,14 @@ def _merge_pair_kernel(
         num_v = tl.where(tl.program_id(0) * BLOCK_T < computed(count_ptr, T), num_v, 0)
     maximum = tl.full((BLOCK_T,), -float("inf"), tl.float32)
     for start in range(0, num_v, BLOCK_N):
-        n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-        mask = (n < num_v) & mask_t[None, :]
-        part = tl.load(part_ptr + n * T + offs_t[None, :], mask=mask, other=-float("inf"))
+        ptrs, mask = parts_at(part_ptr, start, num_v, T, offs_t, mask_t, BLOCK_N)
+        part = tl.load(ptrs, mask=mask, other=-float("inf"))
         maximum = tl.maximum(maximum, tl.max(part, axis=0))
-    reference = _finite(maximum)
+    reference = finite(maximum)
     total = tl.zeros((BLOCK_T,), tl.float32)
     weighted = total
     for start in range(0, num_v, BLOCK_N):
-        n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-        mask = (n < num_v) & mask_t[None, :]
-        ptrs = part_ptr + n * T + offs_t[None, :]
+        ptrs, mask = parts_at(part_ptr, start, num_v, T, offs_t, mask_t, BLOCK_N)
         factor = exp(tl.load(ptrs, mask=mask, other=-float("inf")) - reference[None, :])
         total += tl.sum(factor * tl.load(ptrs + plane, mask=mask, other=0.0), axis=0)
         if WEIGHED:
@@ -204,13 +198,12 @@ def pair_logits(
         0 if out is None else out.stride(0), logits.scalars,
         EVEN_V=V % launch.config.BLOCK_V == 0, PARTS=_PARTS, **launch.constexprs,
     )  # fmt: skip
-    # A program reads 32 to 128 contiguous bytes of each row of partial statistics.
-    block_t = min(next_power_of_2(T), 32, max(8, next_power_of_2(T) // 256))
-    _merge_pair_kernel[(-(-T // block_t),)](
+    BLOCK_T = tokens_of_merge(T)
+    _merge_pair_kernel[(-(-T // BLOCK_T),)](
         part, logits.n_counted,
         rows,
         launch.num_v, T,
         rows.stride(0),
         WEIGHED=first is not None,
-        BLOCK_N=min(512, next_power_of_2(launch.num_v)), BLOCK_T=block_t, num_warps=4,
+        BLOCK_N=min(512, next_power_of_2(launch.num_v)), BLOCK_T=BLOCK_T, num_warps=4,
     )  # fmt: skip

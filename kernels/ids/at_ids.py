@@ -18,19 +18,33 @@ _WRITTEN_AT_ONCE = 128  # entries of a program
 
 
 @triton.jit
-def _is_new(ids_ptr, token_ptr, n, entries, id, token):
+def _is_new(ids_ptr, token_ptr, n, N, id, token):
     """Whether the entry before has another id or another token, [BLOCK_N]."""
-    has_before = (n > 0) & (n < entries)
+    has_before = (n > 0) & (n < N)
     other_id = tl.load(ids_ptr + n - 1, mask=has_before, other=-1) != id
     return other_id | (tl.load(token_ptr + n - 1, mask=has_before, other=-1) != token)
 
 
-@triton.jit(do_not_specialize=["entries"], debug=True)  # for the assertion
+@triton.jit
+def _entries(ids_ptr, token_ptr, N, V, vocab_start_index, ignore_index, BLOCK_N: tl.constexpr):
+    """A program's entries: number, id, token, row here, and whether that is of V rows and new."""
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    id = tl.load(ids_ptr + n, mask=n < N, other=ignore_index)
+    token = n
+    row = id - vocab_start_index
+    is_here = (row >= 0) & (row < V) & (id != ignore_index)
+    if token_ptr is not None:
+        token = tl.load(token_ptr + n, mask=n < N, other=0)
+        is_here &= _is_new(ids_ptr, token_ptr, n, N, id, token)
+    return n, id, token, row, is_here
+
+
+@triton.jit(do_not_specialize=["N"], debug=True)  # for the assertion
 def _logits_at_ids_kernel(
     hidden_ptr, weight_ptr, bias_ptr,  # in:  [T, H], [V, H], [V]
     ids_ptr, token_ptr,  # in:  [N] int64 (global ids), [N] int64
     out_ptr,  # out: [N] fp32
-    entries, V, H,  # entries is N
+    N, V, H,
     strides,  # the tuples are those of ShardLogits
     vocab_start_index, scalars, vocab_size,
     BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -38,15 +52,10 @@ def _logits_at_ids_kernel(
     """A program computes BLOCK_N entries, each in an order of its own: bits do not depend on N."""
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h = strides
     ignore_index, logit_scale, softcap, inverse_temperature_ptr, _ = scalars
-    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    id = tl.load(ids_ptr + n, mask=n < entries, other=ignore_index)
-    token = n
-    row = id - vocab_start_index
-    is_here = (row >= 0) & (row < V) & (id != ignore_index)
-    if token_ptr is not None:
-        token = tl.load(token_ptr + n, mask=n < entries, other=0)
-        is_here &= _is_new(ids_ptr, token_ptr, n, entries, id, token)
-    else:
+    n, id, token, row, is_here = _entries(
+        ids_ptr, token_ptr, N, V, vocab_start_index, ignore_index, BLOCK_N
+    )
+    if token_ptr is None:  # ids are labels
         tl.device_assert(
             ((id >= 0) & (id < vocab_size)) | (id == ignore_index),
             "labels must be within [0, vocab_size) or ignore_index",
@@ -68,11 +77,11 @@ def _logits_at_ids_kernel(
     if softcap is not None:
         z = softcap_tanh(z, softcap)
     if inverse_temperature_ptr is not None:
-        counts = (n < entries) & (id != ignore_index)
+        counts = (n < N) & (id != ignore_index)
         inverse = tl.load(inverse_temperature_ptr + token, mask=counts, other=1.0)
         tl.device_assert(inverse == inverse, "temperature must be above 0")
         z *= inverse
-    tl.store(out_ptr + n, tl.where(is_here, z, 0.0), mask=n < entries)
+    tl.store(out_ptr + n, tl.where(is_here, z, 0.0), mask=n < N)
 
 
 def logits_at_ids(
@@ -100,24 +109,19 @@ def logits_at_ids(
     return out
 
 
-@triton.jit(do_not_specialize=["entries"])
+@triton.jit(do_not_specialize=["N"])
 def _write_at_ids_kernel(
     ids_ptr, token_ptr, value_ptr,  # in:  [N] int64 (global ids), [N] int64, [N] fp32
     out_ptr,  # out: [T, W], only these elements
-    entries, W,  # entries is N
+    N, W,
     stride_t,
     vocab_start_index, ignore_index,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A program writes BLOCK_N entries."""
-    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    id = tl.load(ids_ptr + n, mask=n < entries, other=ignore_index)
-    token = n
-    column = id - vocab_start_index
-    is_here = (column >= 0) & (column < W) & (id != ignore_index)
-    if token_ptr is not None:
-        token = tl.load(token_ptr + n, mask=n < entries, other=0)
-        is_here &= _is_new(ids_ptr, token_ptr, n, entries, id, token)
+    n, _, token, column, is_here = _entries(
+        ids_ptr, token_ptr, N, W, vocab_start_index, ignore_index, BLOCK_N
+    )
     value = tl.load(value_ptr + n, mask=is_here, other=0.0)
     value = cast(value, out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * stride_t + column, value, mask=is_here)

@@ -1,4 +1,4 @@
-"""Each token's ids in order; scores of its set, which has each id once, and their gradient.
+"""Scores of a token's set of ids, which has each id once, and their gradient.
 
 T = tokens, N = ids of all.
 
@@ -14,53 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.ids import token_ids
 from flce_dist.kernels.ids.token_ids import TokenIds
 from flce_dist.kernels.logits.named_columns import first_entry
-from flce_dist.kernels.primitives import exp, log1p, softcap_slope, times_exponent
-from flce_dist.kernels.rows.formulas import FAR, TokenStats
-from flce_dist.kernels.tuning import next_power_of_2
+from flce_dist.kernels.primitives import FAR, exp, log1p, softcap_slope, times_exponent
+from flce_dist.kernels.rows.formulas import TokenStats
 
-_SORTED_AT_ONCE = 1024  # ids of a program
 _BLOCK_N = 128  # entries of one step
-
-
-@triton.jit(do_not_specialize=["T"])
-def _sorted_rows_kernel(
-    ids_ptr,  # in:  [T, K] int64
-    sorted_ptr, token_ptr, place_ptr,  # out: [T * K] int64 each
-    T, K,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """A program sorts BLOCK_T rows, by keys whose low bits are the column: repetitions in order."""
-    t = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
-    k = tl.arange(0, BLOCK_K)[None, :]
-    mask = (t < T) & (k < K)
-    key = tl.load(ids_ptr + t * K + k, mask=mask, other=0) * BLOCK_K + k
-    key = tl.sort(tl.where(mask, key, (1 << 63) - 1), dim=1)
-    place = t * K + (key & (BLOCK_K - 1))
-    # Not from the keys, in which an id far beyond the vocabulary may look like a good one.
-    tl.store(sorted_ptr + t * K + k, tl.load(ids_ptr + place, mask=mask, other=0), mask=mask)
-    tl.store(place_ptr + t * K + k, place, mask=mask)
-    tl.store(token_ptr + t * K + k, t + k * 0, mask=mask)
-
-
-def sorted_ids(ids: Tensor, offsets: Tensor, vocab_size: int) -> TokenIds:
-    """``sorted_ids`` of ``token_ids.py``; short rows [T, K] take one launch."""
-    if ids.dim() == 1 or ids.shape[1] > _SORTED_AT_ONCE // 4:
-        return token_ids.sorted_ids(ids, offsets, vocab_size)
-    T, K = ids.shape
-    BLOCK_K = next_power_of_2(K)
-    in_order, token, place = ids.new_empty(3, ids.numel())
-    if ids.numel():
-        BLOCK_T = _SORTED_AT_ONCE // BLOCK_K
-        _sorted_rows_kernel[(-(-T // BLOCK_T),)](
-            ids,
-            in_order, token, place,
-            T, K,
-            BLOCK_T=BLOCK_T, BLOCK_K=BLOCK_K,
-        )  # fmt: skip
-    return TokenIds(in_order, offsets, token, place)
 
 
 @triton.jit
@@ -204,7 +163,7 @@ def _of_token(x_ptr, t):
 
 
 @triton.jit
-def _expm1(x):
+def _expm1_near_0(x):
     """``exp(x) - 1`` for -0.7 <= x <= 0: the next term of the series is below 1e-9 of it."""
     series = 1.0
     for k in tl.static_range(10, 1, -1):
@@ -219,7 +178,7 @@ def _set_gradient_kernel(
     dlogprob_ptr, dlse_ptr, dentropy_ptr,  # in:  likewise, or None
     dz_ptr, sums_ptr,  # out: [N], [T] fp32
     logit_scale, softcap,
-    FAR: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A program takes one token."""
     t = tl.program_id(0).to(tl.int64)
@@ -259,7 +218,7 @@ def _set_gradient_kernel(
                 place = tl.load(place_ptr + next, mask=repeats, other=0)
                 g += tl.load(dlogprob_ptr + place, mask=repeats, other=0.0)
                 next += 1
-            dz += tl.where(p <= 0.5, g - p * total, g - total - _expm1(logprob) * total)
+            dz += tl.where(p <= 0.5, g - p * total, g - total - _expm1_near_0(logprob) * total)
         dz *= slope
         if softcap is not None:
             z = _logits(z_ptr, ids_ptr, n, begin, end, id)
@@ -292,6 +251,6 @@ def set_gradient(
             *(None if g is None else g.contiguous() for g in upstream),
             dz, sums,
             logit_scale, softcap,
-            FAR=FAR, BLOCK_N=_BLOCK_N, num_warps=1,
+            BLOCK_N=_BLOCK_N, num_warps=1,
         )  # fmt: skip
     return dz, sums

@@ -14,6 +14,7 @@ from flce_dist.kernels.ids.at_ids import write_at_ids
 from flce_dist.kernels.logits.launching import tile_launch
 from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.primitives import (
+    FAR,
     IGNORE_INDEX,
     N_COUNTED,
     SOFTCAP,
@@ -69,7 +70,7 @@ def _dlogits_kernel(
             b = tl.load(b_ptr + offs_t, mask=mask_t, other=0.0)
             u = tl.load(u_ptr + offs_t, mask=mask_t, other=0.0)
             # x is -inf where a bias of -inf bans a column, and 0 * -inf would be NaN.
-            d = d * (a[:, None] + b[:, None] * tl.maximum(x, -1e30)) + u[:, None]
+            d = d * (a[:, None] + b[:, None] * tl.maximum(x, FAR)) + u[:, None]
         if softcap is not None:
             d *= softcap_slope(z, softcap, inverse_temperatures(scalars, offs_t, mask_t))
         if b_ptr is not None or softcap is not None:

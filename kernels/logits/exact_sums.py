@@ -26,7 +26,7 @@ import triton.language as tl
 from flce_dist.kernels.primitives import LOG2E
 
 BIN_BITS = tl.constexpr(38)
-_BINS_PER_NAT = tl.constexpr(LOG2E.value / 38)
+_BINS_PER_NAT = tl.constexpr(LOG2E.value / BIN_BITS.value)
 _SUM_Z_UNIT = tl.constexpr(2.0**-16)
 
 
@@ -55,12 +55,18 @@ def top_bin(others_max, label_logit):
 
 
 @triton.jit
+def nearest_multiple(x, unit):
+    """The multiple of ``unit``, a power of 2, that is nearest to x fp64; |x| < 2 ** 51 units."""
+    # fp64 numbers near this one are one unit apart, so that adding it rounds x to a multiple.
+    far = 6755399441055744.0 * unit  # 1.5 * 2 ** 52
+    return (x + far) - far
+
+
+@triton.jit
 def slice_in(x, bin, HEADROOM: tl.constexpr):
     """The multiple of the bin's unit that is nearest to x, in fp64; |x| is below 2 ** 51 units."""
     exponent = (bin * BIN_BITS + (HEADROOM + 1023)).to(tl.int64)
-    # fp64 numbers near this one are one unit apart, so that adding it rounds x to a multiple.
-    far = 6755399441055744.0 * (exponent << 52).to(tl.float64, bitcast=True)  # 1.5 * 2 ** 52
-    return (x + far) - far
+    return nearest_multiple(x, (exponent << 52).to(tl.float64, bitcast=True))
 
 
 @triton.jit
@@ -114,5 +120,4 @@ def lower_limbs(high, middle, low, bins, LIMBS: tl.constexpr):
 @triton.jit
 def sum_z_slice(x):
     """Multiples of 2 ** -16, whose sums are exact up to a mean of 2 ** 17 over 2 ** 20 columns."""
-    far = 6755399441055744.0 * _SUM_Z_UNIT  # as in slice_in
-    return (x.to(tl.float64) + far) - far
+    return nearest_multiple(x.to(tl.float64), _SUM_Z_UNIT)

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce_dist.kernels import tuning
 from flce_dist.kernels.logits.operands import ShardLogits
-from flce_dist.kernels.tuning import TileConfig
+from flce_dist.kernels.tuning import TileConfig, next_power_of_2
 
 MAX_PART_BYTES = 17 << 20
 """Limit of partial statistics: a maximum and a sum of 264 tiles of 8192 tokens are 16.5 MiB."""
@@ -94,6 +94,14 @@ def has_tma(arch: str, *matrices: Tensor | None) -> bool:
 def matrix(x: Tensor, block: tuple[int, int], tma: bool) -> Any:
     """x as a kernel takes it, tile by tile of shape ``block``."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block)) if tma else x
+
+
+def tokens_of_merge(T: int) -> int:
+    """Choose how many tokens a program merges, a power of 2.
+
+    It reads 32 to 128 contiguous bytes of each row of partial statistics.
+    """
+    return min(next_power_of_2(T), 32, max(8, next_power_of_2(T) // 256))
 
 
 class Segment(NamedTuple):

@@ -59,6 +59,42 @@ def _store_sums(sums_ptr, x, pid_v, T, offs_t, mask_t, counted, GROUP_V: tl.cons
         tl.store(ptrs, sums, mask=mask_t[:, None])
 
 
+@triton.jit
+def _moved_on(pid_v, pid_t, num_v, GROUP_T: tl.constexpr):
+    """The column of tiles at which a group of token blocks begins further on than the one before.
+
+    Tiles of frequent ids are slow. Left alone, a program may get those of one column in every
+    group; so a group's columns begin as many further on as makes a column's program move by 7
+    places, prime to the number of programs, each time.
+    """
+    step = num_v + 7 * (tl.num_programs(0) - 1)  # num_v - 7, but never negative
+    ahead = step * (pid_t // GROUP_T * GROUP_T) % tl.num_programs(0)
+    return (pid_v + ahead // GROUP_T) % num_v
+
+
+@triton.jit
+def _without_named(
+    x, in_tile, most, ids_ptr, end_ptr, z_ptr, offs_t, mask_t, vocab_start_index, start_v, V
+):
+    """x [BLOCK_T, BLOCK_V], but -inf at named ids, whose x go to z_ptr.
+
+    ``in_tile`` and ``most`` are from ``named_tiles``: each token's first two entries in the tile,
+    and the most of any.
+    """
+    first = (in_tile >> 32) & 0xFFFF
+    second = (in_tile >> 48) & 0xFFFF
+    n = in_tile & 0xFFFFFFFF
+    first_id = vocab_start_index + start_v
+    x = take_out(x, first.to(tl.int32), second.to(tl.int32), z_ptr + n)
+    for _ in range(2, most, 2):  # one latency of loads for two
+        n += 2
+        end = tl.load(end_ptr + offs_t, mask=mask_t, other=0)
+        third = named_column(ids_ptr, n, end, first_id, V - start_v)
+        fourth = named_column(ids_ptr, n + 1, end, first_id, V - start_v)
+        x = take_out(x, third, fourth, z_ptr + n)
+    return x
+
+
 @triton.jit(do_not_specialize=["T"])
 def _linear_stats_kernel(
     hidden, weight, bias_ptr, labels_ptr,  # in:  [T, H], [V, H], [V], [T] int64 (global ids)
@@ -86,12 +122,7 @@ def _linear_stats_kernel(
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=FLATTEN):
         pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)
         if named is not None:
-            # Tiles of frequent ids are slow. Left alone, a program may get those of one column in
-            # every group of token blocks; so a group's columns begin as many further on as makes
-            # a column's program move by 7 places, prime to the number of programs, each time.
-            step = num_v + 7 * (tl.num_programs(0) - 1)  # num_v - 7, but never negative
-            ahead = step * (pid_t // GROUP_T * GROUP_T) % tl.num_programs(0)
-            pid_v = (pid_v + ahead // GROUP_T) % num_v
+            pid_v = _moved_on(pid_v, pid_t, num_v, GROUP_T)
         start_t = pid_t * BLOCK_T
         start_v = pid_v * BLOCK_V
         offs_t = start_t + tl.arange(0, BLOCK_T)
@@ -116,17 +147,10 @@ def _linear_stats_kernel(
             x = z
             if not EVEN_V:
                 x += tl.where(offs_v < V, 0.0, -float("inf"))[None, :]
-            first = (in_tile >> 32) & 0xFFFF
-            second = (in_tile >> 48) & 0xFFFF
-            n = in_tile & 0xFFFFFFFF
-            first_id = vocab_start_index + start_v
-            x = take_out(x, first.to(tl.int32), second.to(tl.int32), z_ptr + n)
-            for _ in range(2, most, 2):  # one latency of loads for two
-                n += 2
-                end = tl.load(end_ptr + offs_t, mask=mask_t, other=0)
-                third = named_column(ids_ptr, n, end, first_id, V - start_v)
-                fourth = named_column(ids_ptr, n + 1, end, first_id, V - start_v)
-                x = take_out(x, third, fourth, z_ptr + n)
+            x = _without_named(
+                x, in_tile, most, ids_ptr, end_ptr, z_ptr, offs_t, mask_t, vocab_start_index,
+                start_v, V,
+            )  # fmt: skip
             x -= reference[:, None]
         if cache is not None:
             x = tl.where(counted[:, None], x, -float("inf"))  # ignored rows may hold NaN

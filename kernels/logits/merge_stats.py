@@ -18,11 +18,21 @@ from flce_dist.kernels.logits.exact_sums import (
     sum_z_slice,
     top_bin,
 )
-from flce_dist.kernels.logits.launching import TileLaunch
+from flce_dist.kernels.logits.launching import TileLaunch, tokens_of_merge
 from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.logits.target import Target
 from flce_dist.kernels.primitives import computed, first_reference
 from flce_dist.kernels.tuning import next_power_of_2
+
+_AT_ONCE = 4096  # numbers of a block: what the registers of 4 warps hold
+
+
+@triton.jit
+def parts_at(part_ptr, start, N, T, offs_t, mask_t, BLOCK_N: tl.constexpr):
+    """Pointers and mask [BLOCK_N, BLOCK_T]: of a part [N, T], the rows from ``start`` on."""
+    n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+    mask = (n < N) & mask_t[None, :]
+    return part_ptr + n * T + offs_t[None, :], mask
 
 
 @triton.jit
@@ -38,9 +48,8 @@ def _merge_limbs(
         high, middle, low = load_limbs(sums_ptr, stride_sums, offs_t, mask_t, LIMBS)
         high, middle, low = lower_limbs(high, middle, low, risen, LIMBS)
     for start in range(0, N, BLOCK_N):
-        n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-        mask = (n < N) & mask_t[None, :]
-        terms = tl.load(part_ptr + n * T + offs_t[None, :], mask=mask, other=0.0)
+        ptrs, mask = parts_at(part_ptr, start, N, T, offs_t, mask_t, BLOCK_N)
+        terms = tl.load(ptrs, mask=mask, other=0.0)
         more_high, more_middle, more_low = slice_sums(terms, bin, GROUP_V, LIMBS)
         high += more_high
         middle += more_middle
@@ -69,9 +78,8 @@ def _merge_kernel(
     if count_ptr is not None:  # of these tokens no tile may have been computed
         num_v = tl.where(tl.program_id(0) * BLOCK_T < computed(count_ptr, T), num_v, 0)
     for start in range(0, num_v, BLOCK_N):
-        n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-        mask = (n < num_v) & mask_t[None, :]
-        part = tl.load(part_ptr + n * T + offs_t[None, :], mask=mask, other=-float("inf"))
+        ptrs, mask = parts_at(part_ptr, start, num_v, T, offs_t, mask_t, BLOCK_N)
+        part = tl.load(ptrs, mask=mask, other=-float("inf"))
         row_max = tl.maximum(row_max, tl.max(part, axis=0))
     tl.store(max_ptr + offs_t, row_max, mask=mask_t)
 
@@ -98,9 +106,8 @@ def _merge_kernel(
         if not FIRST:
             sum_z = tl.load(sums_ptr + offs_t, mask=mask_t, other=0.0)
         for start in range(0, N, BLOCK_N):
-            n = (start + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-            mask = (n < N) & mask_t[None, :]
-            terms = tl.load(part_ptr + n * T + offs_t[None, :], mask=mask, other=0.0)
+            ptrs, mask = parts_at(part_ptr, start, N, T, offs_t, mask_t, BLOCK_N)
+            terms = tl.load(ptrs, mask=mask, other=0.0)
             sum_z += tl.sum(sum_z_slice(terms), axis=0)
         tl.store(sums_ptr + offs_t, sum_z, mask=mask_t)
         sums_ptr += stride_sums
@@ -124,17 +131,14 @@ def merge_stats(
     """Merge ``part`` of ``launch`` into the results; tokens from n_counted on get -inf and 0."""
     T = launch.T
     groups = launch.config.BLOCK_V // launch.group_v
-    # A program reads 32 to 128 contiguous bytes of each row of partial statistics.
-    block_t = min(next_power_of_2(T), 32, max(8, next_power_of_2(T) // 256))
-    elements = (
-        2048 if target.with_entropy else 4096
-    )  # of a block: what the registers of 4 warps hold
-    block_n = min(elements // block_t, next_power_of_2(launch.num_v * groups))
-    _merge_kernel[(-(-T // block_t),)](
+    BLOCK_T = tokens_of_merge(T)
+    at_once = _AT_ONCE // 2 if target.with_entropy else _AT_ONCE
+    BLOCK_N = min(at_once // BLOCK_T, next_power_of_2(launch.num_v * groups))
+    _merge_kernel[(-(-T // BLOCK_T),)](
         part, label_logit, n_counted,
         others_max, sums,
         launch.num_v, T, sums.stride(0),
         WITH_ENTROPY=target.with_entropy, WITH_SUM_Z=target.with_sum_z, FIRST=first,
         GROUP_V=launch.group_v, GROUPS=groups,
-        BLOCK_N=block_n, BLOCK_T=block_t, num_warps=4,
+        BLOCK_N=BLOCK_N, BLOCK_T=BLOCK_T, num_warps=4,
     )  # fmt: skip

@@ -230,39 +230,46 @@ def as_json(config: BenchConfig) -> dict[str, Any]:
 
 def check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
     """Raise ``ConfigError`` for runs that are impossible at a shape on P ranks."""
-    known = [*OURS, *FLOORS, *PEERS, *DIVERGENCES]
     require(shape.V % P == 0, f"V must be divisible by the {P} ranks, got {shape.V}")
     require(shape.flagged <= shape.T, f"flagged must be at most T, got {shape.name}")
     require(bool(runs), f"runs must name at least one run for {shape.name}, got none")
     names = [run.name for run in runs]
     for run in runs:
-        require(run.impl in known, f"impl must be one of {', '.join(known)}, got {run.impl!r}")
         require(names.count(run.name) == 1, f"runs must differ, got {run.name!r} twice")
-        if run.divergence is not None or run.impl in DIVERGENCES:
-            fits = run.divergence is not None and (run.is_ours or run.impl in DIVERGENCES)
-            plain = run.over is None and run.filter_eps is None and not run.max_counted
-            words = "divergence names what triton, eager and peers of divergences compute"
-            require(fits and plain and shape.counted == 1.0, f"{words}, got {run.name!r}")
-        is_auto = run.is_ours and run.schedule == "auto"
-        ours = f"of {' and '.join(OURS)}"
-        filter_eps = f"filter_eps is a schedule {ours}, got {run.name!r}"
-        require(run.filter_eps is None or is_auto, filter_eps)
-        if run.over is not None:
-            plain = run.filter_eps is None and not run.max_counted and shape.counted == 1.0
-            scores = f"over is an option {ours}, whose every token counts, got {run.name!r}"
-            require(run.is_ours and plain, scores)
-            beside = f"runs must have the loss {floor_of(run)!r} beside {run.name!r}"
-            require(floor_of(run) in names, beside)
-        if run.best is not None:
-            alone = run.over is None and run.mode == "forward" and shape.counted == 1.0
-            best = f"best is of mode forward {ours}, whose every token counts, got {run.name!r}"
-            require(alone and (run.is_ours or run.impl == TOP_K_PEER), best)
-        if run.low_rank:
-            alone = run.over is None and not run.per_token and run.filter_eps is None
-            fits = run.is_ours and run.frozen and alone and run.mode == "forward_backward"
-            require(fits, f"low_rank is of a mean {ours}, with frozen, got {run.name!r}")
-        for name in ("max_counted", "skip_ignored"):
-            told = f"{name} is an option {ours}, got {run.name!r}"
-            require(run.is_ours or not getattr(run, name), told)
         if run.sequence_parallel:
             require(shape.T % P == 0, f"T must be divisible by the {P} ranks, got {shape.T}")
+        _check_run(run, names, all_count=shape.counted == 1.0)
+
+
+def _check_run(run: RunSpec, names: list[str], *, all_count: bool) -> None:
+    """Check the options of a run, one of those of these names, at a shape where ``all_count``."""
+    known = [*OURS, *FLOORS, *PEERS, *DIVERGENCES]
+    ours = f"of {' and '.join(OURS)}"
+    got = f"got {run.name!r}"
+    counts_all = all_count and not run.max_counted
+    require(run.impl in known, f"impl must be one of {', '.join(known)}, got {run.impl!r}")
+    if run.divergence is not None or run.impl in DIVERGENCES:
+        takes_one = run.is_ours or run.impl in DIVERGENCES
+        fits = run.divergence is not None and takes_one and counts_all
+        fits = fits and run.over is None and run.filter_eps is None
+        require(
+            fits, f"divergence names what triton, eager and peers of divergences compute, {got}"
+        )
+    if run.filter_eps is not None:
+        fits = run.is_ours and run.schedule == "auto"
+        require(fits, f"filter_eps is a schedule {ours}, {got}")
+    if run.over is not None:
+        fits = run.is_ours and run.filter_eps is None and counts_all
+        require(fits, f"over is an option {ours}, whose every token counts, {got}")
+        loss = floor_of(run)
+        require(loss in names, f"runs must have the loss {loss!r} beside {run.name!r}")
+    if run.best is not None:
+        fits = run.over is None and run.mode == "forward" and all_count
+        fits = fits and (run.is_ours or run.impl == TOP_K_PEER)
+        require(fits, f"best is of mode forward {ours}, whose every token counts, {got}")
+    if run.low_rank:
+        fits = run.is_ours and run.frozen and run.mode == "forward_backward"
+        fits = fits and run.over is None and not run.per_token and run.filter_eps is None
+        require(fits, f"low_rank is of a mean {ours}, with frozen, {got}")
+    for name in ("max_counted", "skip_ignored"):
+        require(run.is_ours or not getattr(run, name), f"{name} is an option {ours}, {got}")

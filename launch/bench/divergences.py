@@ -108,10 +108,10 @@ def true_divergence(
         here = slice(start, start + chunk)
         x = hidden[here].double().requires_grad_(gradients)
         of_teacher = teacher_hidden[here].double()
-        loss = (
-            reference_linear_divergence(x, own, of_teacher, theirs, kind=kind, reduction="sum")[0]
-            / T
+        loss, *_ = reference_linear_divergence(
+            x, own, of_teacher, theirs, kind=kind, reduction="sum"
         )
+        loss = loss / T
         total += loss.item()
         if gradients:
             loss.backward()

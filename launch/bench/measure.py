@@ -16,24 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import (
-    filtered,
-    linear_cross_entropy,
-    linear_cross_entropy_with_metrics,
-    linear_divergence,
-)
-from flce_dist.best import linear_sample, linear_top_k
 from flce_dist.launch.bench.config import BenchConfig, RunSpec
-from flce_dist.launch.bench.divergences import DIVERGENCES, load_divergence
 from flce_dist.launch.bench.floors import FLOORS
-from flce_dist.launch.bench.peers import PEERS, LossFunction, load_peer
-from flce_dist.launch.bench.problem import IGNORED, Errors, Problem, Truth, errors_of
+from flce_dist.launch.bench.loss_functions import filtered_shares, leaves_of, load_run
+from flce_dist.launch.bench.peers import PEERS, LossFunction
+from flce_dist.launch.bench.problem import Errors, Problem, Truth, errors_of
 from flce_dist.launch.bench.profiles import Profile, take_profile
 from flce_dist.launch.call_time import call_ms
 from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.launch.process_group import failures, gathered
 from flce_dist.memory import release_shared_memory
-from flce_dist.scores import linear_logprob
 
 MOST_CALLS = 1000
 
@@ -94,60 +86,9 @@ class Measured:
         return min(MOST_CALLS, max(1, math.ceil(ms / max(self.call_ms, 1e-3))))
 
     def _load(self) -> None:
-        run = self.run
-        tp_group = self.problem.tp_group
-        if run.impl in DIVERGENCES:
-            if tp_group is not None:
-                raise NotImplementedError(f"{run.impl} does not split the vocabulary over ranks")
-            self._loss_of = partial(
-                _from_teacher, load_divergence(run.impl, str(run.divergence)), self.problem, run
-            )
-            return
-        if not run.is_ours:
-            self._loss_of = load_peer(run.impl, tp_group)
-            return
-        options: dict[str, Any] = {
-            "tp_group": tp_group, "impl": run.impl, "schedule": run.schedule,
-            "max_logits_bytes": run.max_logits_bytes,
-            # Alone there is no group to split over: one rank's tokens are all of them.
-            "sequence_parallel": run.sequence_parallel and tp_group is not None,
-        }  # fmt: skip
-        if run.divergence is not None:
-            call = partial(linear_divergence, kind=run.divergence, **options)
-            self._loss_of = partial(_from_teacher, call, self.problem, run)
-            return
-        if run.over is not None:
-            options["over"] = run.over
-            self._loss_of = partial(_label_loss, ids=self.problem.ids_of(run), options=options)
-            return
-        if run.best is not None:
-            group = {name: options[name] for name in ("tp_group", "impl", "sequence_parallel")}
-            self._loss_of = partial(_best, run=run, options=group)
-            return
-        options["skip_ignored"] = run.skip_ignored
-        if run.max_counted:
-            options["max_counted"] = max(1, int(self.problem.counted.sum()))
-        if run.filter_eps is not None:
-            options["schedule"] = filtered.schedule(run.filter_eps)
-            results: Any = linear_cross_entropy_with_metrics(
-                *self._leaves(), self.problem.labels, **options
-            )
-            shares = "kept_share", "rank_one_mass"
-            self.filtered = {name: getattr(results, name).item() for name in shares}
-        self._loss_of = partial(linear_cross_entropy, **options)
-        if run.per_token:
-            self._loss_of = partial(_mean_of_each, options=options)
-        if run.low_rank:
-            low_rank = self.problem.low_rank_of(run)
-            self._loss_of = partial(linear_cross_entropy, low_rank=low_rank, **options)
-
-    def _leaves(self) -> tuple[Tensor, Tensor]:
-        """Hidden and weight of the problem as this run takes them; no copies."""
-        own = self.problem.tokens_of(self.run)
-        learns = self.run.mode == "forward_backward"
-        hidden = self.problem.hidden[own].detach()
-        weight = self.problem.weight.detach()
-        return hidden.requires_grad_(learns), weight.requires_grad_(learns and not self.run.frozen)
+        self._loss_of = load_run(self.run, self.problem)
+        if self.run.filter_eps is not None:
+            self.filtered = filtered_shares(self.run, self.problem)
 
     def _call(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Compute the loss once and, by mode, both gradients anew."""
@@ -166,7 +107,7 @@ class Measured:
         return partial(self._call, hidden, weight)
 
     def _first_calls(self, truth: Truth | None) -> None:
-        hidden, weight = self._leaves()
+        hidden, weight = leaves_of(self.run, self.problem)
         call = self._call_on(hidden, weight)
         for _ in range(self.config.warmup):
             loss = call()
@@ -203,7 +144,7 @@ class Measured:
 
         So the GPU's clock is the one that this run leads to, and the host is ahead of the GPU.
         """
-        call = self._replay or self._call_on(*self._leaves())
+        call = self._replay or self._call_on(*leaves_of(self.run, self.problem))
         if self.config.cuda_graph and self._replay is None:
             call = self._replay = _captured(call)
         for _ in range(self._calls_within(self.config.settle_ms) if self.call_ms else 1):
@@ -233,49 +174,6 @@ class Measured:
             message = f"{self.run.name} left the device beyond use: {self.failure}"
             raise RuntimeError(message) from error
         return None
-
-
-def _from_teacher(
-    call: Callable[..., Tensor],
-    problem: Problem,
-    run: RunSpec,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-) -> Tensor:
-    """Return the mean divergence, of all tokens."""
-    teacher_hidden, teacher_weight = problem.teacher
-    return call(hidden, weight, teacher_hidden[problem.tokens_of(run)], teacher_weight)
-
-
-def _label_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor, options: dict[str, Any]
-) -> Tensor:
-    """Return the mean loss of the label, the first of each token's ids."""
-    logprob = linear_logprob(hidden, weight, ids, **options).logprob
-    return torch.nn.functional.nll_loss(logprob, torch.zeros_like(labels))
-
-
-def _mean_of_each(
-    hidden: Tensor, weight: Tensor, labels: Tensor, options: dict[str, Any]
-) -> Tensor:
-    """Return the mean loss, taken here of a loss for each token."""
-    losses = linear_cross_entropy(hidden, weight, labels, reduction="none", **options)
-    factors = (labels != IGNORED).to(losses.dtype)
-    return (losses * factors).sum() / factors.sum()
-
-
-def _best(
-    hidden: Tensor, weight: Tensor, labels: Tensor, run: RunSpec, options: dict[str, Any]
-) -> Tensor:
-    """Return the mean loss if only labels are ranked, else numbers that all depends on."""
-    if run.best == "sample":
-        return linear_sample(hidden, weight, 1, **options).logprob
-    if run.best == "top_k":
-        return linear_top_k(hidden, weight, run.ids, **options).lse
-    label_logprob = linear_top_k(hidden, weight, labels=labels, **options).label_logprob
-    assert label_logprob is not None
-    return -label_logprob.mean()
 
 
 def _captured(call: Callable[[], Any]) -> Callable[[], Any]:

@@ -113,34 +113,23 @@ def _tables(
 ) -> Iterator[list[Record]]:
     """Run every case, each rank its share of it; yield this rank's records table by table."""
     P = rank_and_size(tp_group)[1]
-    asked = [cases.Shape(*sizes) for sizes in settings.shapes]
-    of_all = [
-        *cases.variants(),
-        *cases.score_variants(),
-        *cases.best_variants(),
-        *cases.divergence_variants(),
-    ]
-    grid = [(shape, of_all) for shape in asked or cases.default_shapes(device.type, P)]
-    grid.append((cases.filtered_shape(P), cases.filtered_variants()))
+    grid = _grid(settings, device, P)
     _check_memory([shape for shape, _ in grid], device, tp_group)
-    todo = []
-    for dtype in settings.dtypes:
-        for shape, losses in grid:
-            budget = cases.part_cached_budget(shape, P, DTYPES[dtype])
-            fitting = [x for x in losses if shape.H > 1 or not x.low_rank]  # cut from its columns
-            groups_of_variants = (
-                cases.cases(variant, settings.schedules, P, budget) for variant in fitting
-            )
-            todo.append((dtype, shape, [group for group in map(list, groups_of_variants) if group]))
+    todo = [
+        (dtype, shape, _cases_of(settings, DTYPES[dtype], shape, variants, P))
+        for dtype in settings.dtypes
+        for shape, variants in grid
+    ]
     with Progress(console=console, transient=True, disable=settings.quiet) as progress:
-        bar = progress.add_task("", total=sum(len(group) for *_, x in todo for group in x))
-        for dtype, shape, groups in todo:
+        bar = progress.add_task("", total=sum(len(x) for *_, of_table in todo for x in of_table))
+        for dtype, shape, of_table in todo:
             records = []
-            for group in groups:
-                variant = group[0].variant
-                size = shape, P, DTYPES[dtype], device
-                data, truth = inputs_and_truths(variant, *size, seed=settings.seed)
-                for case in group:
+            for of_variant in of_table:
+                variant = of_variant[0].variant
+                data, truth = inputs_and_truths(
+                    variant, shape, P, DTYPES[dtype], device, seed=settings.seed
+                )
+                for case in of_variant:
                     progress.update(bar, description=f"{dtype} {variant.name}: {case.name}")
                     try:
                         expected = truth(case.metric_gradients, case.filter_eps)
@@ -154,6 +143,35 @@ def _tables(
                     progress.advance(bar)
             if records:
                 yield records
+
+
+def _grid(
+    settings: Settings, device: torch.device, P: int
+) -> list[tuple[cases.Shape, list[cases.Variant]]]:
+    """Return the variants at each shape; filtered gradients have one of their own."""
+    variants = [
+        *cases.variants(),
+        *cases.score_variants(),
+        *cases.best_variants(),
+        *cases.divergence_variants(),
+    ]
+    shapes = [cases.Shape(*sizes) for sizes in settings.shapes]
+    grid = [(shape, variants) for shape in shapes or cases.default_shapes(device.type, P)]
+    return [*grid, (cases.filtered_shape(P), cases.filtered_variants())]
+
+
+def _cases_of(
+    settings: Settings,
+    dtype: torch.dtype,
+    shape: cases.Shape,
+    variants: list[cases.Variant],
+    P: int,
+) -> list[list[cases.Case]]:
+    """Return the cases of one table, variant by variant, without those that have none."""
+    budget = cases.part_cached_budget(shape, P, dtype)
+    fitting = [x for x in variants if shape.H > 1 or not x.low_rank]  # cut from its columns
+    of_variants = [list(cases.cases(x, settings.schedules, P, budget)) for x in fitting]
+    return [of_variant for of_variant in of_variants if of_variant]
 
 
 def _check_memory(shapes: list[cases.Shape], device: torch.device, tp_group: Group) -> None:

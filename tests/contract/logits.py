@@ -32,7 +32,8 @@ compared("labels=None: real logits, of this rank or gathered", of_no_labels, {})
 def predicted_by_one_step(model: Any) -> dict[str, Any]:
     need("compute_mtp_single_step", dir(model), type(model))
     torch.manual_seed(2)
-    hidden, ids = torch.randn(4, 1, H), torch.arange(4)[None]
+    hidden = torch.randn(4, 1, H)
+    ids = torch.arange(4)[None]
     hidden, logits = model.compute_mtp_single_step(hidden, ids, ids, 0)
     return {"hidden": hidden, "logits": logits}
 

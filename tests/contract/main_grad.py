@@ -68,7 +68,8 @@ def fuse_the_head(model: Any) -> Any:
     """Set what DDP would of the output layer, whose main_grad is 1; return its weight."""
     model.output_layer.gradient_accumulation_fusion = True
     weight = model.output_layer.weight
-    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape), False
+    weight.main_grad = torch.ones(weight.shape)
+    weight.grad_added_to_main_grad = False
     return weight
 
 
@@ -82,13 +83,16 @@ def dummies(model: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for flagged, zero_out in ((True, True), (True, False), (False, False)):
         weight = fuse_the_head(model)
-        weight.grad, weight.zero_out_wgrad = None, zero_out
+        weight.grad = None
+        weight.zero_out_wgrad = zero_out
         if not flagged:
             del weight.grad_added_to_main_grad
         loss = loss_of(model)
-        captured, weight.main_grad = weight.main_grad, torch.full(weight.shape, 7.0)
+        captured = weight.main_grad
+        weight.main_grad = torch.full(weight.shape, 7.0)
         loss.backward()
-        grad, case = weight.grad, f"flagged {flagged}, zero_out_wgrad {zero_out}"
+        grad = weight.grad
+        case = f"flagged {flagged}, zero_out_wgrad {zero_out}"
         found[case] = weight.main_grad - 1
         found[f"{case}: captured"] = weight.main_grad is captured
         found[f"{case}: flag"] = getattr(weight, "grad_added_to_main_grad", None)
@@ -99,7 +103,8 @@ def dummies(model: Any) -> dict[str, Any]:
 
 def head_alone(model: Any) -> dict[str, Any]:
     loss_of(model).backward()
-    weight, embedding = model.output_layer.weight, model.embedding.word_embeddings.weight
+    weight = model.output_layer.weight
+    embedding = model.embedding.word_embeddings.weight
     flag = weight.grad_added_to_main_grad
     return {"main_grad": weight.main_grad, "flag": flag, "embedding": embedding.grad}
 
@@ -109,7 +114,8 @@ def shard_by_fsdp(model: Any) -> None:
     weight = fuse_the_head(model)
     del weight.main_grad
     made = torch.full(weight.shape, float("nan"))
-    weight.__fsdp_param__, weight.get_main_grad = True, lambda: made
+    weight.__fsdp_param__ = True
+    weight.get_main_grad = lambda: made
 
 
 compared(

@@ -207,13 +207,17 @@ def hybrid(at: Setting) -> Any:
         from megatron.core.models.hybrid import hybrid_block as block
         from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
 
-        Stack, Submodules, name = block.HybridStack, block.HybridStackSubmodules, "hybrid"
+        Stack = block.HybridStack
+        Submodules = block.HybridStackSubmodules
+        name = "hybrid"
         pattern = "hybrid_layer_pattern"
     except ImportError:
         from megatron.core.models.mamba import MambaModel as Model
         from megatron.core.ssm import mamba_block as block
 
-        Stack, Submodules, name = block.MambaStack, block.MambaStackSubmodules, "mamba"
+        Stack = block.MambaStack
+        Submodules = block.MambaStackSubmodules
+        name = "mamba"
         pattern = "hybrid_override_pattern"
 
     initialize(at)
