@@ -11,6 +11,7 @@ import gc
 import re
 import signal
 import sys
+import textwrap
 import warnings
 from typing import Any
 
@@ -138,7 +139,7 @@ class OutOfTime(BaseException):
 def first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = re.sub(r" at 0x[0-9a-f]+", "", " ".join(lines[:2]))
-    return f"{type(error).__name__}: {text[:120]}"
+    return textwrap.shorten(f"{type(error).__name__}: {text}", 180, placeholder=" ...")
 
 
 def in_time(name: str) -> dict[str, Any]:
