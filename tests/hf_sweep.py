@@ -27,7 +27,7 @@ from tests.hf_sweep_configs import VOCAB, tiny
 from tests.hf_sweep_page import write
 
 BUDGET = 1e-4  # of the loss, and relative RMS of all gradients together; fp32, many layers
-SECONDS = 40
+SECONDS = 120
 MOST_PARAMETERS = 100_000_000
 MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
