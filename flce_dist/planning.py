@@ -96,7 +96,7 @@ def plan(
         hidden, weight, labels, bias, low_rank: as for ``linear_cross_entropy``, or their shapes on
             this rank. A shape stands for a tensor that needs a gradient; a tensor needs one if its
             ``requires_grad`` says so. Values are not read.
-        token_weight, temperature: as there; they change nothing.
+        token_weight, temperature: as there; they are checked, and change nothing.
         tp_group: as there.
         tp_size: the ranks that share the vocabulary, where no ``tp_group`` exists.
         dtype: of operands that are shapes; under autocast its dtype counts.
@@ -110,6 +110,11 @@ def plan(
     """
     flags = {"with_metrics": values.flag("with_metrics", with_metrics)}
     checked = checked_options(**keywords_of(plan, options, **flags))
+    of_tokens: dict[str, Any] = {"token_weight": token_weight}
+    if isinstance(temperature, Tensor):
+        of_tokens["temperature"] = temperature
+    else:
+        values.positive("temperature", temperature)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype must be a torch.dtype, got {values.shown(dtype)}")
     P = values.count("tp_size", tp_size, optional=True)
@@ -124,10 +129,12 @@ def plan(
         "labels": _sizes_of("labels", labels, torch.int64),
         "bias": None if bias is None else _sizes_of("bias", bias, dtype),
     }
-    check_tensors(**tensors)
-    check_tokens(tensors["hidden"], tensors["labels"], checked, P)
-    _check_kernels(hidden, tensors["hidden"].dtype, len(tensors["weight"]), checked, P)
     needs = _needs(hidden, weight, bias)
+    if values.flag("compiled", compiled) and low_rank is None:  # as such a call, before all else
+        check_compiled(checked, needs)
+    device = tensors["hidden"].device
+    check_tensors(**tensors, **{name: _stand_in(x, device) for name, x in of_tokens.items()})
+    check_tokens(tensors["hidden"], tensors["labels"], checked, P)
     trained = None
     copies = 0
     if low_rank is not None:
@@ -136,11 +143,12 @@ def plan(
         trained = rank if b_needs and not needs.weight else None
         needs = Needs(needs.hidden or x_needs, needs.weight or b_needs, needs.bias)
         copies = sum(tensors[name].nbytes for name in ("hidden", "weight"))
-    if values.flag("compiled", compiled):
-        check_compiled(checked, needs)
+        if compiled:
+            check_compiled(checked, needs)
     if tp_size is None or checked.vocab_range is None:  # else no rank is known
         V = len(tensors["weight"])
         check_rows(V, checked, P=P, rank=collectives.group_rank(tp_group))
+    impl = _checked_impl(hidden, tensors["hidden"].dtype, checked)
 
     T_all = tensors["labels"].numel()
     T = T_all if checked.max_counted is None else min(T_all, checked.max_counted)
@@ -148,6 +156,8 @@ def plan(
         **tensors, token_weight=None, temperature=None, options=checked, tp_group=tp_group
     )
     schedule, sizes = _planned(arguments, T, needs, P, compiled=compiled, trained=trained)
+    if checked.tp_invariant:
+        check_invariant(impl, known_shards(len(tensors["weight"]), checked, P=P))
     H = tensors["weight"].shape[1]
     shapes = Shapes(
         H=H,
@@ -181,15 +191,14 @@ def _planned(
     return repr(options.schedule), sizes_of(plain)
 
 
-def _check_kernels(hidden: Any, dtype: torch.dtype, V: int, options: LossOptions, P: int) -> None:
-    """Check that the call's kernels can do it; those of a shape are Triton's unless it says."""
+def _checked_impl(hidden: Any, dtype: torch.dtype, options: LossOptions) -> str:
+    """Return the call's kernels, which can do it; those of a shape are Triton's unless it says."""
     device = hidden.device if isinstance(hidden, Tensor) and not hidden.is_meta else None
     is_on_gpu = device is None or device.type == "cuda"
     impl = options.impl or ("triton" if is_on_gpu else "eager")
     if device is not None or options.impl is not None:
         check_impl(impl, dtype, device)
-    if options.tp_invariant:
-        check_invariant(impl, known_shards(V, options, P=P))
+    return impl
 
 
 def _with_low_rank(
@@ -227,6 +236,8 @@ def _sizes_of(name: str, x: Any, dtype: torch.dtype) -> Tensor:
     if isinstance(x, DTensor):
         raise ValueError(f"{name} must be a tensor or a shape, got a DTensor: pass its local shape")
     if isinstance(x, Tensor):
+        if x.is_nested or x.layout != torch.strided:
+            return x  # for check_tensors, which refuses it
         dtype = x.dtype
         device = x.device
         x = x.shape
@@ -236,6 +247,14 @@ def _sizes_of(name: str, x: Any, dtype: torch.dtype) -> Tensor:
     shape = [values.integer(f"a size of {name}", n, "within [0, 2**63)", least=0) for n in x]
     element = torch.empty((), dtype=dtype, device=device)
     return element.to(dtype_in_autocast(element, device.type)).expand(shape)
+
+
+def _stand_in(x: Any, device: torch.device) -> Any:
+    """Return what stands for a tensor of a number for each token, if it is one with metadata."""
+    if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided:
+        return x
+    element = torch.empty((), dtype=x.dtype, device=device if x.is_meta else x.device)
+    return element.requires_grad_(x.requires_grad).expand(x.shape)
 
 
 def _described(schedule: str, sizes: Plan, needs: Needs, shapes: Shapes, copies: int) -> CallPlan:

@@ -11,6 +11,7 @@ import gc
 import re
 import signal
 import sys
+import textwrap
 import warnings
 from typing import Any
 
@@ -26,7 +27,7 @@ from tests.hf_sweep_configs import VOCAB, tiny
 from tests.hf_sweep_page import write
 
 BUDGET = 1e-4  # of the loss, and relative RMS of all gradients together; fp32, many layers
-SECONDS = 40
+SECONDS = 120
 MOST_PARAMETERS = 100_000_000
 MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -138,7 +139,7 @@ class OutOfTime(BaseException):
 def first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = re.sub(r" at 0x[0-9a-f]+", "", " ".join(lines[:2]))
-    return f"{type(error).__name__}: {text[:120]}"
+    return textwrap.shorten(f"{type(error).__name__}: {text}", 180, placeholder=" ...")
 
 
 def in_time(name: str) -> dict[str, Any]:

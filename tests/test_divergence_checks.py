@@ -68,9 +68,7 @@ ERRORS: dict[str, dict[str, Any]] = {
     },
     "teacher_weight must have teacher_hidden's dtype torch.bfloat16, got torch.float32: pass "
     "teacher_weight.to(torch.bfloat16) or teacher_hidden.to(torch.float32), or call under "
-    "torch.autocast; the gradient of each has the dtype that was passed": {
-        "teacher_hidden": torch.zeros(T, H_T).bfloat16()
-    },
+    "torch.autocast": {"teacher_hidden": torch.zeros(T, H_T).bfloat16()},
     f"teacher_bias must be [V] with V = {V} from teacher_weight, got (3,)": {
         "teacher_bias": torch.zeros(3)
     },

@@ -168,6 +168,22 @@ def test_compiled_metrics() -> None:
         compiled(*arguments, schedule=FILTERED)
 
 
+def test_a_schedule_made_in_compiled_code() -> None:
+    problem = zipf_inputs(140, 600, 8)
+
+    def loss_of(hidden: Tensor, weight: Tensor) -> Tensor:
+        schedule = filtered.schedule(0.375)  # of no other test, so it is new to compiled code
+        return linear_cross_entropy(hidden, weight, problem.labels, schedule=schedule)
+
+    def step(call: Any) -> list[Tensor]:
+        hidden, weight = (x.clone().requires_grad_() for x in (problem.hidden, problem.weight))
+        loss = call(hidden, weight)
+        return [loss, *torch.autograd.grad(loss, (hidden, weight))]
+
+    compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, step(compiled), step(loss_of)))
+
+
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16], ids=str)
 @both
 def test_dweight_is_added_to_main_grad(impl: str, main_dtype: torch.dtype) -> None:

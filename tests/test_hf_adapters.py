@@ -79,7 +79,8 @@ def test_steps(name, order):
     equal_steps(*pair(name, order))
 
 
-def test_what_wraps_the_head_is_named_by_its_classes():
+def test_lora_around_trained_tokens_of_a_tied_head():
+    """Refused by its classes' names before the plug-in; after it the loss is of real logits."""
     config = peft.LoraConfig(r=4, target_modules=["lm_head"], trainable_token_indices=TOKENS)
     try:
         model = peft.get_peft_model(theirs("qwen3, tied"), config)
@@ -87,6 +88,10 @@ def test_what_wraps_the_head_is_named_by_its_classes():
         pytest.skip(f"PEFT refuses it with this transformers: {error}")
     with pytest.raises(NotImplementedError, match=r"got Linear around TrainableTokensWrapper$"):
         use_linear_cross_entropy(model)
+    plugged = peft.get_peft_model(use_linear_cross_entropy(theirs("qwen3, tied")), config)
+    with pytest.warns(UserWarning, match=r"from real logits: .* a Linear of peft\.tuners\.lora"):
+        found = step(fill(plugged), may_warn=True)
+    compare(found, step(fill(model)), BUDGET)
 
 
 @pytest.mark.parametrize("order", ORDERS)

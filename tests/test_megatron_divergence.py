@@ -56,12 +56,21 @@ def test_divergence_is_that_of_megatrons_logits(group, P, at, tied):
     for name, p in model.named_parameters():
         assert relative_rms(p.grad, truth[name]) < 1e-4, name
     teacher.zero_grad()
-    options = {"kind": "reverse_kl", "schedule": "recompute"}
-    mean = divergence(
-        model, of, *args, labels=labels, temperature=0.8, reduction="mean", options=options
-    )
+    of_all: dict[str, Any] = {"labels": labels, "temperature": 0.8}
+    mean = divergence(model, of, *args, reduction="mean", schedule="recompute", **of_all)
     counted = (labels != -100).sum()
     assert relative_rms(mean, expected.sum() / counted) < 1e-5
+    other: dict[str, Any] = {"kind": "jsd", "beta": 0.3}
+    jsd, as_before, of_default = (
+        divergence(model, of, *args, **of_all, **how) for how in (other, {"options": other}, {})
+    )
+    assert torch.equal(jsd, as_before) and not torch.equal(jsd, of_default)
+    heats = torch.rand(labels.shape) + 0.5  # [b, s], as temperature
+    per_token, of_both = (
+        divergence(model, of, *args, labels=labels, temperature=heats, teacher_temperature=x)
+        for x in (heats.clone(), None)
+    )
+    assert torch.equal(per_token, of_both)
     assert all(p.grad is None or not p.grad.any() for p in of.parameters())
 
 
@@ -74,8 +83,8 @@ def test_main_grad_and_a_teacher_cut_anew(group):
     weight, rank = of.output_layer.weight, group.rank()
     rows = (rank * len(weight), (rank + 1) * len(weight))
     shard = teacher_shard(weight, rows, tp_group=group)
-    found = divergence(wrapped, of, *args, teacher_weight=shard, options={"kind": "forward_kl"})
-    again = divergence(wrapped, of, *args, options={"kind": "forward_kl"})
+    found = divergence(wrapped, of, *args, teacher_weight=shard, kind="forward_kl")
+    again = divergence(wrapped, of, *args, kind="forward_kl")
     assert torch.equal(found, again) and found.shape == args[0].shape
     uneven(found).backward()
     assert model.output_layer.weight.main_grad.count_nonzero()

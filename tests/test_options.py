@@ -20,6 +20,7 @@ from flce_dist import (
     divergence,
     linear_divergence,
     linear_logprob,
+    linear_top_k,
     scores,
 )
 from flce_dist.arguments.options import LossOptions
@@ -152,6 +153,11 @@ def test_other_keywords_are_refused_as_python_does(taker: str, name: str, meant:
     ending = "" if meant is None else rf"\. Did you mean '{meant}'\?$"
     with pytest.raises(TypeError, match=f"^{message}{ending}"):
         TAKERS[taker][0](**{name: CHANGED.get(name)})
+
+
+def test_a_misspelt_k_is_named() -> None:
+    with pytest.raises(TypeError, match=r"linear_top_k\(\) got an unexpected keyword argument 'K'"):
+        linear_top_k(torch.ones(2, 2), torch.ones(2, 2), K=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_cross_entropy_with_metrics"])

@@ -220,6 +220,13 @@ def test_arguments_are_checked_as_those_of_a_call() -> None:
         ((hidden, weight.bfloat16(), labels), {}),
         ((hidden, weight, labels.float()), {}),
         ((hidden, weight, labels), {"softcap": -1.0}),
+        ((hidden, weight, labels), {"temperature": 0.0}),
+        ((hidden, weight, labels), {"temperature": torch.ones(T - 1)}),
+        ((hidden, weight, labels), {"token_weight": torch.ones(T, requires_grad=True)}),
+        ((hidden.detach().to_sparse(), weight, labels), {}),
+        ((hidden, weight.detach().to_sparse(), labels), {}),
+        ((hidden.half(), weight, labels.to_sparse()), {}),
+        ((hidden, weight, labels), {"low_rank": (hidden[:, :R], weight[:, :R].to_sparse())}),
         ((hidden, weight, labels), {"vocab_size": V + 1}),
         ((hidden, weight, labels), {"tp_group": "tp"}),
         ((hidden, weight, labels), {"low_rank": hidden}),
@@ -230,6 +237,15 @@ def test_arguments_are_checked_as_those_of_a_call() -> None:
         ((hidden, weight, labels), {"reduction": "none", "schedule": "in_forward"}),
         ((hidden.double(), weight.double(), labels), {"impl": "triton"}),
         ((hidden, weight, labels), {"impl": "eager", "tp_invariant": True}),
+        # Of two wrong arguments the one that a call names.
+        ((hidden, weight, labels), {"low_rank": hidden, "vocab_size": V + 1}),
+        ((hidden, weight, labels), {"low_rank": hidden, "tp_invariant": True, "impl": "eager"}),
+        ((hidden, weight, labels), {"tp_invariant": True, "impl": "eager", "vocab_size": V + 1}),
+        ((hidden.double(), weight.double(), labels), {"impl": "triton", "vocab_size": V + 1}),
+        (
+            (hidden, weight, labels),
+            {"tp_invariant": True, "reduction": "none", "schedule": "in_forward"},
+        ),
     ]
     for operands, options in both:
         said = []
@@ -240,7 +256,7 @@ def test_arguments_are_checked_as_those_of_a_call() -> None:
         assert said[0] == said[1]
     for of_call in ({"accumulate_dweight": True}, {"schedule": "in_forward", "with_metrics": True}):
         with pytest.raises(NotImplementedError, match=r"exclude the call by torch.compiler.disab"):
-            plan(hidden, weight, labels, compiled=True, **of_call)
+            plan(hidden, weight, labels[1:], compiled=True, **of_call)
     shapes = hidden.shape, weight.shape, labels.shape
     assert plan(*shapes, tp_invariant=True) == plan(*shapes, tp_invariant=True, impl="triton")
     with pytest.raises(

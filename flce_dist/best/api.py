@@ -123,6 +123,7 @@ def linear_top_k(
         mass = best.logprob.exp().sum(-1)  # of the 8 best ids
     """
     with refusals_told("linear_top_k", tp_group, hidden):
+        checked = checked_options(**keywords_of(linear_top_k, options, **_FIXED))
         words = f"within [1, {MOST_K}]"
         k = values.integer("k", k, words, least=1, end=MOST_K + 1, optional=True)
         top_p = _checked_top_p(top_p)
@@ -130,7 +131,6 @@ def linear_top_k(
             raise ValueError("k or labels must be given, got None for both: nothing is asked for")
         if top_p is not None and k is None:
             raise ValueError("k must be given with top_p, as the most ids of a token, got None")
-        checked = checked_options(**keywords_of(linear_top_k, options, **_FIXED))
         if labels is None and checked.max_counted is not None:
             raise ValueError(
                 "labels must be given with max_counted, since they say which tokens count, got None"

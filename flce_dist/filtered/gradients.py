@@ -50,7 +50,6 @@ class FilteredLossWithMetrics(NamedTuple):
     rank_one_mass: Tensor  # mean over counted tokens of the probability in the others
 
 
-@torch_private.constant_in_graphs  # traced, it would not be registered in time
 def schedule(eps: float) -> "Filter":
     """Return the value of ``schedule`` that approximates the gradients, not the loss; experimental.
 
@@ -60,7 +59,7 @@ def schedule(eps: float) -> "Filter":
     [0, 1), and when not to. 0.0 keeps every tile, which is schedule "recompute" in every bit.
     With ``max_counted`` or ``skip_ignored`` tiles are of tokens that count, one after the other, so
     other tiles are kept than without. Excludes softcap, tp_invariant and gradients of metrics.
-    Make it outside of what torch.compile compiles.
+    In code that torch.compile compiles ``eps`` is a constant.
 
     Example::
 
@@ -71,8 +70,13 @@ def schedule(eps: float) -> "Filter":
         got = values.shown(eps)
         raise ValueError(f"eps of filtered.schedule must be a float within [0, 1), got {got}")
     unsized = Filter(float(eps), f"filtered.schedule({float(eps)})")
-    registered(unsized)
+    _register(unsized.eps, unsized.name)
     return unsized
+
+
+@torch_private.constant_in_graphs  # traced, it would not be registered in time
+def _register(eps: float, name: str) -> None:
+    registered(Filter(eps, name))
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ def use_linear_cross_entropy(
         model: a ``GPTModel``, ``MambaModel``, ``HybridModel``, ``T5Model`` or a subclass; or a list
             of them, the pipeline stages of this rank.
         metrics: keep the ``LossWithMetrics`` [b, s] of the latest loss, detached, as
-            ``model.output_layer.last_metrics``. With multi-token prediction: of the next token.
+            ``model.output_layer.last_metrics``, which is None without it, and after a loss of
+            real logits. With multi-token prediction: of the next token.
         **options: reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale,
             vocab_size, schedule, max_logits_bytes, max_counted, skip_ignored and impl,
             as in ``linear_cross_entropy``. Real logits have logit_scale and softcap applied, and

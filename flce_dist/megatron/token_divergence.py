@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flce_dist.arguments.options import Reduction
+from flce_dist.arguments.options import Kind, Reduction, ScheduleName
 from flce_dist.divergence import (
     DivergenceWithMetrics,
     linear_divergence,
@@ -33,12 +33,23 @@ def divergence(
     model: Any,
     teacher: Any,
     *args: Any,
+    kind: Kind = "reverse_kl",
+    beta: float = 0.5,
     labels: Tensor | None = None,
+    ignore_index: int = -100,
     token_weight: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     teacher_weight: Tensor | None = None,
+    teacher_temperature: float | Tensor | None = None,
+    teacher_rows: Tensor | None = None,
     with_metrics: bool = False,
     reduction: Reduction = "none",
+    reduce_in_fp32: bool = False,
+    tp_invariant: bool = False,
+    schedule: ScheduleName = "auto",
+    max_logits_bytes: int | None = None,
+    max_counted: int | None = None,
+    skip_ignored: bool = False,
     options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -49,12 +60,15 @@ def divergence(
     those of the model's call.
 
     Args:
-        labels: [b, s]; tokens with -100 contribute nothing. Their values are not used otherwise.
-        token_weight, temperature: [b, s] as well, or for temperature a number.
+        labels: [b, s]; tokens with ``ignore_index`` contribute nothing. Their values are not used
+            otherwise.
+        token_weight, temperature, teacher_temperature: [b, s] as well, or for temperatures a
+            number.
         teacher_weight: this rank's rows of the teacher's output layer, cut by ``teacher_shard`` if
             its vocabulary is padded otherwise. By default the layer's own.
         with_metrics: return ``DivergenceWithMetrics``.
-        options: further keywords of ``linear_divergence``, such as kind, beta, schedule.
+        kind, beta and the others: as for ``linear_divergence``.
+        options: keywords in a dictionary, as before each was one of this function; they hold.
 
     Returns:
         The divergence [b, s] with reduction "none", else a scalar; metrics are [b, s].
@@ -78,16 +92,30 @@ def divergence(
         head = instead_of_logits(teacher, _Head, _head_of, args, kwargs, name="teacher")
     if teacher_weight is not None:
         head = head._replace(weight=teacher_weight)
-    of_tokens = {"labels": labels, "token_weight": token_weight, "temperature": temperature}
-    scoring = functools.partial(
-        _divergence_of,
-        head=head,
-        with_metrics=with_metrics,
-        reduction=reduction,
-        options={**(options or {}), **{name: transposed(x) for name, x in of_tokens.items()}},
-    )
-    kind = DivergenceWithMetrics if with_metrics else _Value
-    outputs = instead_of_logits(model, kind, scoring, args, kwargs)
+    of_tokens = {
+        "labels": labels,
+        "token_weight": token_weight,
+        "temperature": temperature,
+        "teacher_temperature": teacher_temperature,
+    }
+    asked: dict[str, Any] = {
+        **{name: transposed(x) for name, x in of_tokens.items()},
+        "kind": kind,
+        "beta": beta,
+        "ignore_index": ignore_index,
+        "teacher_rows": teacher_rows,
+        "reduction": reduction,
+        "reduce_in_fp32": reduce_in_fp32,
+        "tp_invariant": tp_invariant,
+        "schedule": schedule,
+        "max_logits_bytes": max_logits_bytes,
+        "max_counted": max_counted,
+        "skip_ignored": skip_ignored,
+        **(options or {}),
+    }
+    scoring = functools.partial(_divergence_of, head=head, with_metrics=with_metrics, asked=asked)
+    results = DivergenceWithMetrics if with_metrics else _Value
+    outputs = instead_of_logits(model, results, scoring, args, kwargs)
     return outputs if with_metrics else outputs.loss
 
 
@@ -104,11 +132,10 @@ def _divergence_of(
     scale: float,
     head: _Head,
     with_metrics: bool,
-    reduction: str,
-    options: dict[str, Any],
+    asked: dict[str, Any],
 ) -> tuple[Tensor, ...]:
     """Return the divergence, and any metrics, of hidden [s, b, H]: [s, b] each."""
-    keywords = {**options, **head.keywords, **layer.keywords_of_logits(weight, scale)}
+    keywords = {**asked, **head.keywords, **layer.keywords_of_logits(weight, scale)}
     call: Any = linear_divergence_with_metrics if with_metrics else linear_divergence
-    outputs = call(hidden, weight, head.hidden, head.weight, reduction=reduction, **keywords)
+    outputs = call(hidden, weight, head.hidden, head.weight, **keywords)
     return tuple(transposed(x) for x in (outputs if with_metrics else (outputs,)))
