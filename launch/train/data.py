@@ -62,7 +62,7 @@ class Corpus:
 
     def _split(self, sequences: Tensor) -> tuple[Tensor, Tensor]:
         ids = sequences.long() if self.new_ids is None else self.new_ids[sequences.long()]
-        labels = ids[:, 1:].contiguous()
+        labels = ids[:, 1:].clone()  # of one sequence the slice is contiguous, and a view
         labels[:, : self.prompt_tokens] = IGNORED
         return ids[:, :-1].contiguous(), labels
 
