@@ -93,8 +93,8 @@ def write_synced(path: Path, content: bytes | dict[str, Tensor]) -> dict[str, An
         else:
             try:
                 torch.save(content, file)
-            except RuntimeError as error:  # behind which torch hides an OSError of ``write``
-                if isinstance(error.__context__, OSError):
+            except RuntimeError as error:  # behind which torch hides what ends a ``write``
+                if isinstance(error.__context__, OSError | KeyboardInterrupt):
                     raise error.__context__ from None
                 raise
         file.flush()
