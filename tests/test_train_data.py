@@ -165,12 +165,13 @@ def test_a_text_that_will_not_do_leaves_nothing_behind(tmp_path):
         assert said == f"{text}:1: must be UTF-8, got byte 0xff"
         text.write_text("a few words only")
         (said,) = rank.run(rank_main, text)
-        assert "seq_length must leave one training" in said and said.endswith("got 256")
+        must = "seq_length and data.validation_fraction must leave one training"
+        assert must in said and said.endswith("got 256 and 0.05")
         assert list(tmp_path.iterdir()) == [text]
 
         text.write_text("words, words, words " * 20)
         config = replace(CONFIG, data=replace(CONFIG.data, text=text))
         path, *_ = tokenise(replace(config, out_dir=tmp_path / "runs" / "other"))
         (said,) = rank.run(rank_main, text, "--model.seq-length", "1000")
-        assert said.endswith("got 1000")  # of a text whose tokens are there
+        assert said.endswith("got 1000 and 0.05")  # of a text whose tokens are there
         assert list((tmp_path / "runs").iterdir()) == [path.parent]

@@ -156,8 +156,8 @@ def cut(ids: NDArray[np.int32], config: RunConfig) -> tuple[Tensor, Tensor]:
     validation = max(1, int(len(ids) * fraction) // width)
     require(
         rows > validation,
-        f"model.seq_length must leave one training and one validation sequence in the text's "
-        f"{len(ids)} tokens, got {config.model.seq_length}",
+        "model.seq_length and data.validation_fraction must leave one training and one validation "
+        f"sequence in the text's {len(ids)} tokens, got {config.model.seq_length} and {fraction}",
     )
     sequences = torch.from_numpy(ids)[: rows * width].view(rows, width)
     return sequences[:-validation], sequences[-validation:]
