@@ -242,6 +242,12 @@ def test_a_plain_weight_loads_into_shards(group, layout):
         layer = layout.make(seed=1)
         layer.load_state_dict({name: x[rows] for name, x in state.items()})
         assert_same_state(whole(layer.state_dict()), state)
+        layer.load_state_dict({name: x[rows].clone() for name, x in state.items()}, assign=True)
+        assert_same_state(whole(layer.state_dict()), state)
+        for parameter in layer.parameters():  # none keeps rows of others; FSDP2 pads by one
+            local, _ = state_dtensors.local_part(parameter)
+            assert local.untyped_storage().nbytes() <= local.nbytes + local[:1].nbytes
+        check_attributes(layer)
     assert state["weight"].shape == (VOCAB, H)
 
 
