@@ -57,6 +57,14 @@ def test_divergence_is_that_of_megatrons_logits(group, P, at, tied):
         assert relative_rms(p.grad, truth[name]) < 1e-4, name
     teacher.zero_grad()
     options = {"kind": "reverse_kl", "schedule": "recompute"}
+    of_each = torch.full(labels.shape, 0.8)
+    again = divergence(
+        model, of, *args, labels=labels, temperature=0.8, options={"teacher_temperature": of_each}
+    )
+    assert relative_rms(again, expected) < 1e-5
+    for name in ("temperature", "reduction", "softcap", "teacher_bias", "tp_group", "impl"):
+        with pytest.raises(TypeError, match=f"options must not have '{name}': "):
+            divergence(model, of, *args, options={name: None})
     mean = divergence(
         model, of, *args, labels=labels, temperature=0.8, reduction="mean", options=options
     )

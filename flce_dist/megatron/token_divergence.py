@@ -15,6 +15,12 @@ from flce_dist.divergence import (
 from flce_dist.megatron.token_scores import instead_of_logits, owner_of, transposed
 
 _OF_TEACHER = ("bias", "logit_scale", "softcap")  # of ``keywords_of_logits``
+_OWN = ("labels", "token_weight", "temperature", "reduction")
+"""Arguments of ``divergence`` that ``linear_divergence`` has, too."""
+_OF_MODELS = {*_OF_TEACHER, *(f"teacher_{name}" for name in _OF_TEACHER)} | {
+    *"vocab_size impl tp_group sequence_parallel sequence_dim accumulate_dweight".split()
+}
+"""Keywords of ``linear_divergence`` that both models decide."""
 
 
 class _Head(NamedTuple):
@@ -54,7 +60,8 @@ def divergence(
         teacher_weight: this rank's rows of the teacher's output layer, cut by ``teacher_shard`` if
             its vocabulary is padded otherwise. By default the layer's own.
         with_metrics: return ``DivergenceWithMetrics``.
-        options: further keywords of ``linear_divergence``, such as kind, beta, schedule.
+        options: further keywords of ``linear_divergence``, such as kind, beta, schedule; a
+            teacher_temperature is a number, or [b, s]. What the models decide raises a TypeError.
 
     Returns:
         The divergence [b, s] with reduction "none", else a scalar; metrics are [b, s].
@@ -68,6 +75,7 @@ def divergence(
         loss = divergence(model, teacher, ids, positions, None, labels=labels, reduction="mean")
         loss.backward()
     """
+    options = _allowed(options or {})
     for side in (model, teacher):
         if not getattr(owner_of(side), "post_process", True):
             raise NotImplementedError(
@@ -78,17 +86,35 @@ def divergence(
         head = instead_of_logits(teacher, _Head, _head_of, args, kwargs, name="teacher")
     if teacher_weight is not None:
         head = head._replace(weight=teacher_weight)
-    of_tokens = {"labels": labels, "token_weight": token_weight, "temperature": temperature}
+    options = {
+        **options,
+        "labels": labels,
+        "token_weight": token_weight,
+        "temperature": temperature,
+    }
     scoring = functools.partial(
         _divergence_of,
         head=head,
         with_metrics=with_metrics,
         reduction=reduction,
-        options={**(options or {}), **{name: transposed(x) for name, x in of_tokens.items()}},
+        options={name: transposed(x) for name, x in options.items()},
     )
     kind = DivergenceWithMetrics if with_metrics else _Value
     outputs = instead_of_logits(model, kind, scoring, args, kwargs)
     return outputs if with_metrics else outputs.loss
+
+
+def _allowed(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options, or raise for a name that would be overridden."""
+    for name in options:
+        if name in _OWN:
+            raise TypeError(f"options must not have {name!r}: it is an argument of divergence")
+        if name in _OF_MODELS:
+            raise TypeError(
+                f"options must not have {name!r}: the models decide it, or their calls of "
+                "use_linear_cross_entropy"
+            )
+    return options
 
 
 def _head_of(layer: Any, hidden: Tensor, weight: Tensor, *, scale: float) -> _Head:
