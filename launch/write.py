@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -63,7 +64,8 @@ def replacing(path: Path, needed: int | None = None) -> Iterator[Path]:
 
     Folders above are made. Whoever needs the content on disk first syncs it. Raises as ``writing``.
     """
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    # Containers that share a folder may have equal process ids.
+    scratch = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     with writing(path):
         _check_replaceable(path)
     with writing(path, needed):

@@ -36,6 +36,16 @@ def test_a_file_is_replaced_at_the_end_or_stays(tmp_path):
     assert path.read_text() == "second" and list(path.parent.iterdir()) == [path]
 
 
+def test_two_may_replace_a_file_at_one_time(tmp_path):
+    path = tmp_path / "out.json"
+    with replacing(path) as first:
+        first.write_text("fir")
+        with replacing(path) as second:
+            second.write_text("second")
+        assert path.read_text() == "second" and first.read_text() == "fir"
+    assert path.read_text() == "fir" and list(tmp_path.iterdir()) == [path]
+
+
 def test_json_is_strict_and_ends_its_last_line(tmp_path):
     path = tmp_path / "out.json"
     write_json(path, {"a": [1, math.nan], "b": (math.inf, 0.5)})
