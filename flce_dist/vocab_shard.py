@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from flce_dist import optimizer_state, state_dtensors
 from flce_dist.arguments import values
+from flce_dist.arguments.check_tensors import FLOATS
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 
@@ -53,6 +54,11 @@ class VocabShard(nn.Module):
                 f"padded_vocab_size must be at least vocab_size = {vocab_size}, "
                 f"got {padded_vocab_size}"
             )
+        values.flag("bias", bias)
+        if not callable(init_method):
+            raise ValueError(f"init_method must be a function, got {values.shown(init_method)}")
+        if dtype not in (None, *FLOATS):
+            raise ValueError(f"dtype must be None or {values.either(FLOATS)}, got {dtype}")
         self.tp_group = tp_group
         self.init_method = init_method
         self.P = collectives.group_size(tp_group)
