@@ -15,11 +15,17 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.arguments import values
 from flce_dist.arguments.check_options import check_invariant
-from flce_dist.arguments.check_tensors import check_group
+from flce_dist.arguments.check_tensors import FLOATS, check_group, check_tensor
 from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.options import KEYWORDS, LayerOptions, LossOptions, keywords_of
-from flce_dist.arguments.rank_check import check_facts, mark_alike, told_if_unbound
+from flce_dist.arguments.rank_check import (
+    check_facts,
+    mark_alike,
+    refusals_told,
+    told_if_unbound,
+)
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.vocab_shard import VocabShard
@@ -145,6 +151,9 @@ class LinearCrossEntropy(VocabShard):
                 rank's rows, [..., V] with padding; only sequence parallelism then communicates.
         """
         group = self.tp_group
+        with refusals_told(_LOGITS, group, hidden):
+            self._check_hidden(hidden)
+            values.flag("gather", gather)
         facts = {"hidden.shape": list(hidden.shape), "dtype": str(hidden.dtype), "gather": gather}
         check_facts(_LOGITS, facts, group, hidden)
         mark_alike(_LOGITS, group)
@@ -158,6 +167,18 @@ class LinearCrossEntropy(VocabShard):
         longest = vocab_range(self.padded_vocab_size, 0, self.P)[1]
         columns = F.pad(z, (0, longest - z.shape[-1])).movedim(-1, 0)
         return collectives.gather_tokens(columns, group)[: self.vocab_size].movedim(0, -1)
+
+    def _check_hidden(self, hidden: Tensor) -> None:
+        check_tensor("hidden", hidden, FLOATS, self.weight, "weight")
+        if hidden.shape[-1:] != (self.hidden_size,):
+            must = f"hidden must be [..., H] with H = {self.hidden_size} from weight"
+            raise ValueError(f"{must}, got {tuple(hidden.shape)}")
+        dtype = self.weight.dtype
+        if hidden.dtype != dtype and not torch.is_autocast_enabled(hidden.device.type):
+            raise ValueError(
+                f"hidden must have weight's dtype {dtype}, got {hidden.dtype}: pass "
+                f"hidden.to({dtype}), or call under torch.autocast"
+            )
 
     def extra_repr(self) -> str:
         start, end = self.vocab_range

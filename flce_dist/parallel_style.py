@@ -126,6 +126,11 @@ class LinearWithLoss(nn.Linear):
         ``linear_cross_entropy``, and so are the errors.
         """
         if labels is None:
+            if token_weight is not None or isinstance(temperature, Tensor) or temperature != 1.0:
+                raise ValueError(
+                    "token_weight and temperature need labels, got none: divide the logits by the "
+                    "temperature"
+                )
             return self._logits(input)
         options = {name: getattr(self.options, name) for name in KEYWORDS}
         return linear_cross_entropy(

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from flce_dist import optimizer_state, state_dtensors
 from flce_dist.arguments import values
+from flce_dist.arguments.check_tensors import FLOATS
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
 
@@ -53,6 +54,11 @@ class VocabShard(nn.Module):
                 f"padded_vocab_size must be at least vocab_size = {vocab_size}, "
                 f"got {padded_vocab_size}"
             )
+        values.flag("bias", bias)
+        if not callable(init_method):
+            raise ValueError(f"init_method must be a function, got {values.shown(init_method)}")
+        if dtype not in (None, *FLOATS):
+            raise ValueError(f"dtype must be None or {values.either(FLOATS)}, got {dtype}")
         self.tp_group = tp_group
         self.init_method = init_method
         self.P = collectives.group_size(tp_group)
@@ -124,13 +130,18 @@ class VocabShard(nn.Module):
             )
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
     ) -> None:
+        assigns = local_metadata.get("assign_to_params_buffers", False)
         state_dict = dict(state_dict)  # the caller's is not changed
         for name, parameter in self.named_parameters(recurse=False):
             if (value := state_dict.get(prefix + name)) is not None:
-                state_dict[prefix + name] = self.own_part(value, parameter)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+                part = self.own_part(value, parameter)
+                is_cut = state_dtensors.local_part(part)[0].numel() < value.numel()
+                if assigns and is_cut and not isinstance(value, DTensor):
+                    part = part.clone()  # which does not keep the whole in memory
+                state_dict[prefix + name] = part
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
         self._mark_parameters()
 
     def own_part(self, value: Any, parameter: nn.Parameter) -> Any:

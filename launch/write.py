@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -63,7 +64,8 @@ def replacing(path: Path, needed: int | None = None) -> Iterator[Path]:
 
     Folders above are made. Whoever needs the content on disk first syncs it. Raises as ``writing``.
     """
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    # Containers that share a folder may have equal process ids.
+    scratch = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     with writing(path):
         _check_replaceable(path)
     with writing(path, needed):
@@ -93,8 +95,8 @@ def write_synced(path: Path, content: bytes | dict[str, Tensor]) -> dict[str, An
         else:
             try:
                 torch.save(content, file)
-            except RuntimeError as error:  # behind which torch hides an OSError of ``write``
-                if isinstance(error.__context__, OSError):
+            except RuntimeError as error:  # behind which torch hides what ends a ``write``
+                if isinstance(error.__context__, OSError | KeyboardInterrupt):
                     raise error.__context__ from None
                 raise
         file.flush()

@@ -207,6 +207,18 @@ def test_a_loss_in_half_precision_may_be_rounded(tmp_path):
     assert {record.status for record in records(tmp_path)} == {"ok"}
 
 
+def test_a_loss_of_0_is_right_and_nothing_else(tmp_path, monkeypatch):
+    """No token counts, in the other shape there is one entry; PyTorch's mean of none is NaN."""
+    peer(monkeypatch, lambda *operands: 1 + 0 * canonical(*operands), "one")
+    runs = EAGER + "  - {impl: eager, per_token: true}\n  - {impl: one}\n  - {impl: canonical}\n"
+    shapes = ("--shapes.0.counted", "0.0", "--shapes.1.V", "1")
+    assert run(tmp_path, runs, *shapes) == 0
+    for r in records(tmp_path, "eager"):
+        assert r.status == "ok" and r.loss_error == 0, r.message
+    assert {r.status for r in records(tmp_path, "one")} == {"wrong"}
+    assert [r.status for r in records(tmp_path, "canonical")] == ["wrong", "ok"]
+
+
 def test_two_ranks_end_to_end(tmp_path):
     runs = EAGER + (
         "  - {impl: eager, schedule: recompute, sequence_parallel: true}\n  - {impl: canonical}\n"

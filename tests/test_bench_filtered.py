@@ -53,6 +53,17 @@ def test_a_head_is_measured_with_what_it_filters(tmp_path, capsys, monkeypatch):
     assert "kept" in capsys.readouterr().out
 
 
+def test_a_head_is_known_by_its_digest(tmp_path, capsys):
+    runs = "  - {impl: eager}\n"
+    assert bench(tmp_path, runs) == 0
+    again = run(tmp_path, runs, "--head", str(tmp_path / "head.pt"), grid=GRID)
+    assert again == 0 and "measured before" in capsys.readouterr().out
+    given = content()
+    torch.save({**given, "weight": 2 * given["weight"]}, tmp_path / "head.pt")
+    with pytest.raises(ConfigError, match=r"head\.sha256 is .* there and .* here.*--fresh"):
+        run(tmp_path, runs, "--head", str(tmp_path / "head.pt"), grid=GRID)
+
+
 @on_ranks(2)
 def test_ranks_split_rows_and_tokens(group, tmp_path):
     own = tmp_path / str(group.rank())

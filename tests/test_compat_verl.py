@@ -96,6 +96,16 @@ def test_labels_in_another_order_are_refused():
     assert torch.equal(one, flat)
 
 
+def test_temperatures_in_another_order_are_refused():
+    given = operands()
+    of_each = torch.rand(B, S) + 0.5
+    expected = compat.linear_cross_entropy(*given, of_each)
+    assert all(map(torch.equal, compat.linear_cross_entropy(*given, of_each.flatten()), expected))
+    for wrong, got in ((of_each.T, "(7, 3)"), (of_each[:, :1], "(3, 1)"), (of_each[0, 0], "()")):
+        said = complaint(compat.linear_cross_entropy, *given, wrong)
+        assert said == f"temperature must be a float, (3, 7) from labels, or flat, got {got}"
+
+
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_reductions(reduction):
     given = operands()

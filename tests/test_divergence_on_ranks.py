@@ -169,6 +169,10 @@ def test_a_teachers_rows_for_a_student_of_fewer_ids(P: int) -> None:
         ValueError, match=r"rows must be within the teacher's vocabulary, got \[150"
     ):
         teacher_shard(whole, (140, V + 1))
+    wrong: list[Any] = [(8, 0), (-1, 8), 3, (1, 2, 3), None]
+    for rows in wrong:
+        with pytest.raises(ValueError, match=r"^rows must be "):
+            teacher_shard(whole, rows)
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,10 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch):
     (["--num-heads", "6"], "^hidden_size must divide by twice num_heads 6, got 32$"),
     (["--prompt-tokens", "12"], "^prompt_tokens must be below seq_length 12, got 12$"),
     (["--rounds", "0"], "^rounds must be an int within"),
+    (["--seq-length", "1"], "^seq_length must be at least 2, got 1$"),
+    (["--vocab-size", "1"], "^vocab_size must be at least 2, got 1$"),
+    (["--adapted", "q_proj", "query"], "^adapted must name some of q_proj, .*, got .*'query'"),
+    (["--adapted"], r"^adapted must name some of q_proj, .*, got \(\)$"),
 ])  # fmt: skip
 def test_wrong_values(tmp_path, args, message):
     with pytest.raises(ConfigError, match=message):

@@ -275,12 +275,20 @@ def test_refusals():
     def own_forward(one: Any) -> None:
         one.forward = one.forward
 
+    class Mine(type(model)):  # type: ignore[misc]
+        def forward(self, **kwargs: Any) -> Any:
+            return super().forward(**kwargs)
+
+    def without_labels(one: Any) -> Any:
+        return Mine(one.config)
+
     def own_loss(one: Any) -> None:
         one.loss_function = lambda logits, labels, vocab_size: logits.sum()
 
     text = complaint(NotImplementedError, layer)
     assert "must be an nn.Linear, or LoRA on one, got Quantized" in text
-    assert "forward must be that of the class" in complaint(NotImplementedError, own_forward)
+    assert "of the instance with input_ids, " in complaint(NotImplementedError, own_forward)
+    assert complaint(NotImplementedError, without_labels).endswith("got that of Mine with kwargs")
     assert "loss_function must be ForCausalLMLoss" in complaint(NotImplementedError, own_loss)
     wrapped = complaint(NotImplementedError, nn.Sequential)
     assert "must be a PreTrainedModel or PeftModel, got Sequential" in wrapped

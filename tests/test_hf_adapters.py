@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -165,6 +166,16 @@ def test_another_layer_that_the_plug_in_does_not_know():
         head.weight = one.lm_head.weight
         one.set_output_embeddings(head)
     with pytest.warns(UserWarning, match="the output layer is a Scaled of "):
+        found = step(plugged, may_warn=True)
+    compare(found, step(model), BUDGET)
+
+
+def test_a_weight_that_is_made_in_each_call():
+    model = theirs()
+    plugged = ours(model)
+    for one in (plugged, model):
+        prune.l1_unstructured(one.lm_head, "weight", 0.5)
+    with pytest.warns(UserWarning, match="a Linear of torch.*, whose weight is a Tensor; they"):
         found = step(plugged, may_warn=True)
     compare(found, step(model), BUDGET)
 

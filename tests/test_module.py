@@ -164,11 +164,26 @@ def test_repr_shows_the_shard_and_the_options():
     ({"hidden_size": True}, ValueError, r"hidden_size must be an int .*, got True"),
     ({"padded_vocab_size": 500}, ValueError, r"padded_vocab_size .* vocab_size = 507, got 500"),
     ({"tp_group": "tp"}, ValueError, r"tp_group must .*, got 'tp'"),
+    ({"bias": None}, ValueError, "bias must be a bool, got None"),
+    ({"init_method": "normal"}, ValueError, "init_method must be a function, got 'normal'"),
+    ({"dtype": torch.int32}, ValueError, r"dtype must be None or torch.float32.*torch\.int32"),
 ])  # fmt: skip
 def test_options_are_checked_when_it_is_made(changes, error, message):
     sizes = {"hidden_size": H, "vocab_size": VOCAB} | changes
     with pytest.raises(error, match=message):
         LinearCrossEntropy(**sizes)
+
+
+@pytest.mark.parametrize(("hidden", "gather", "message"), [
+    (torch.zeros(2, H - 1), True, r"hidden must be \[..., H\] with H = 24 .*, got \(2, 23\)"),
+    (torch.zeros(2, H).double(), True, "hidden must have weight's dtype torch.float32, got .*64"),
+    (torch.zeros(2, H).long(), True, "hidden must have dtype torch.float32, .*, got torch.int64"),
+    (None, True, "hidden must be a torch.Tensor, got NoneType"),
+    (torch.zeros(2, H), "no", "gather must be a bool, got 'no'"),
+])  # fmt: skip
+def test_what_logits_are_asked_of_is_checked(hidden, gather, message):
+    with pytest.raises(ValueError, match=message):
+        make(None).logits(hidden, gather=gather)
 
 
 def test_sizes_and_options_of_numpy_are_plain_numbers():
@@ -242,6 +257,12 @@ def test_a_plain_weight_loads_into_shards(group, layout):
         layer = layout.make(seed=1)
         layer.load_state_dict({name: x[rows] for name, x in state.items()})
         assert_same_state(whole(layer.state_dict()), state)
+        layer.load_state_dict({name: x[rows].clone() for name, x in state.items()}, assign=True)
+        assert_same_state(whole(layer.state_dict()), state)
+        for parameter in layer.parameters():  # none keeps rows of others; FSDP2 pads by one
+            local, _ = state_dtensors.local_part(parameter)
+            assert local.untyped_storage().nbytes() <= local.nbytes + local[:1].nbytes
+        check_attributes(layer)
     assert state["weight"].shape == (VOCAB, H)
 
 

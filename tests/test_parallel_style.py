@@ -237,6 +237,17 @@ def test_what_is_refused(group):
     parallelize_module(head, mesh["dp"], ColwiseParallel())
     with pytest.raises(ValueError, match=r"^weight must be a plain tensor or a DTensor with Shard"):
         apply(head, mesh["tp"])
+    made_head: Any = apply(nn.Linear(H, VOCAB), mesh["tp"])
+    hidden = torch.randn(B, S, H)
+    arguments: list[dict[str, Any]] = [
+        {"temperature": 0.5},
+        {"temperature": torch.ones(B, S)},
+        {"token_weight": torch.ones(B, S)},
+    ]
+    for unused in arguments:
+        with pytest.raises(ValueError, match=r"^token_weight and temperature need labels"):
+            made_head(hidden, **unused)
+    assert made_head(hidden, temperature=1.0).shape == (B, S, VOCAB)
 
 
 def test_options_are_checked_when_the_style_is_made():

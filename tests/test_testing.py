@@ -204,12 +204,30 @@ def test_what_the_caller_has_left_to_collect_stays_with_it():
 
 
 @pytest.mark.parametrize(("kwargs", "said"), [
-    ({"world_size": 0}, "world_size must be at least 1, got 0"),
+    ({"world_size": 0}, "world_size must be an int of at least 1, got 0"),
+    ({"world_size": "2"}, "world_size must be an int of at least 1, got '2'"),
+    ({"world_size": 2, "timeout_s": -1}, "timeout_s must be a number above 0, got -1"),
     ({"world_size": 2, "backend": "mpi"}, 'backend must be "threads" or "gloo", got \'mpi\''),
 ])  # fmt: skip
 def test_wrong_arguments_are_named(kwargs, said):
     with pytest.raises(ValueError, match=said):
         run_ranks(sums, **kwargs)
+
+
+def modes(group: Any) -> tuple[Any, ...]:
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    device = torch.empty(0).device.type
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, device
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mode", [
+    torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.float16),
+    lambda: torch.device("meta"), contextlib.nullcontext,
+])  # fmt: skip
+def test_ranks_begin_in_the_modes_of_the_caller(mode, backend):
+    with mode():
+        assert run_ranks(modes, 2, backend=backend) == 2 * [modes(dist.group.WORLD)]
 
 
 # --- the error budget passes what rounds as eager does, and nothing that is wrong

@@ -18,7 +18,7 @@ from flce_dist.launch.train import __main__ as program
 from flce_dist.launch.train import data as data_module
 from flce_dist.launch.train import ranks
 from flce_dist.launch.train.config import DataConfig, RunConfig, flatten, resume_conflicts
-from flce_dist.launch.train.data import IGNORED, open_corpus, tokenise
+from flce_dist.launch.train.data import IGNORED, Corpus, open_corpus, tokenise
 from flce_dist.testing import RankPool
 from tests.tiny_training import CONFIG, corpus, load_once
 
@@ -38,6 +38,17 @@ def test_a_batch_depends_on_the_position_alone_and_passes_have_orders_of_their_o
     tokens, labels = corpus().train_batch(7, 6)  # across the end of a pass
     assert torch.equal(tokens[:, 1:], labels[:, :-1])
     assert torch.equal(tokens, torch.cat(passes)[7:13])
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_ignored_labels_are_tokens_of_the_input(batch_size):
+    data = replace(corpus(), prompt_tokens=5)
+    for batch in (Corpus.train_batch, Corpus.validation_batch):
+        tokens, labels = batch(data, 0, batch_size)
+        expected, all_labels = batch(corpus(), 0, batch_size)
+        assert torch.equal(tokens, expected)
+        assert (labels[:, :5] == IGNORED).all()
+        assert torch.equal(labels[:, 5:], all_labels[:, 5:])
 
 
 def test_the_real_text_has_a_real_vocabulary_and_a_validation_split():
@@ -154,12 +165,13 @@ def test_a_text_that_will_not_do_leaves_nothing_behind(tmp_path):
         assert said == f"{text}:1: must be UTF-8, got byte 0xff"
         text.write_text("a few words only")
         (said,) = rank.run(rank_main, text)
-        assert "seq_length must leave one training" in said and said.endswith("got 256")
+        must = "seq_length and data.validation_fraction must leave one training"
+        assert must in said and said.endswith("got 256 and 0.05")
         assert list(tmp_path.iterdir()) == [text]
 
         text.write_text("words, words, words " * 20)
         config = replace(CONFIG, data=replace(CONFIG.data, text=text))
         path, *_ = tokenise(replace(config, out_dir=tmp_path / "runs" / "other"))
         (said,) = rank.run(rank_main, text, "--model.seq-length", "1000")
-        assert said.endswith("got 1000")  # of a text whose tokens are there
+        assert said.endswith("got 1000 and 0.05")  # of a text whose tokens are there
         assert list((tmp_path / "runs").iterdir()) == [path.parent]

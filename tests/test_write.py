@@ -7,12 +7,15 @@ import math
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from flce_dist.launch import write as write_module
 from flce_dist.launch.program import RunError
 from flce_dist.launch.read import parse_json, read_bytes
-from flce_dist.launch.write import check_writable, replacing, write_json, writing
+from flce_dist.launch.write import check_writable, replacing, write_json, write_synced, writing
 
 
 def test_a_file_is_replaced_at_the_end_or_stays(tmp_path):
@@ -33,6 +36,16 @@ def test_a_file_is_replaced_at_the_end_or_stays(tmp_path):
     assert path.read_text() == "second" and list(path.parent.iterdir()) == [path]
 
 
+def test_two_may_replace_a_file_at_one_time(tmp_path):
+    path = tmp_path / "out.json"
+    with replacing(path) as first:
+        first.write_text("fir")
+        with replacing(path) as second:
+            second.write_text("second")
+        assert path.read_text() == "second" and first.read_text() == "fir"
+    assert path.read_text() == "fir" and list(tmp_path.iterdir()) == [path]
+
+
 def test_json_is_strict_and_ends_its_last_line(tmp_path):
     path = tmp_path / "out.json"
     write_json(path, {"a": [1, math.nan], "b": (math.inf, 0.5)})
@@ -51,6 +64,23 @@ def test_an_error_names_the_file_and_the_reason(tmp_path, error, needed, reason)
     with pytest.raises(RunError) as raised, writing(path, needed):
         raise error
     assert re.fullmatch(f"cannot write {path}: {reason.format(folder=tmp_path)}", str(raised.value))
+
+
+@pytest.mark.parametrize("ended", [KeyboardInterrupt(), OSError(errno.ENOSPC, "full")])
+def test_what_ends_a_write_of_tensors_is_raised_as_it_is(tmp_path, ended, monkeypatch):
+    calls = []
+    real = write_module._HashedFile.write
+
+    def write(self: Any, data: Any) -> int:
+        calls.append(len(data))
+        if len(calls) == 3:  # torch then writes the end of the file
+            raise ended
+        return real(self, data)
+
+    monkeypatch.setattr(write_module._HashedFile, "write", write)
+    with pytest.raises(type(ended)) as raised:
+        write_synced(tmp_path / "a.pt", {"x": torch.zeros(3)})
+    assert raised.value is ended
 
 
 LAUNCH = Path(__file__).parent.parent / "launch"

@@ -43,6 +43,12 @@ def linear_cross_entropy(
             "hidden [S, B, H] with labels [B, S] needs sequence_first=True"
         )
     if isinstance(temperature, Tensor):
+        of_tokens = [n for n in temperature.shape if n != 1]
+        if of_tokens not in (sizes, expected_sizes, [labels.numel()]):
+            raise ValueError(
+                f"temperature must be a float, {tuple(labels.shape)} from labels, or flat, got "
+                f"{tuple(temperature.shape)}"
+            )
         temperature = temperature.reshape(-1)
     out = linear_cross_entropy_with_metrics(
         hidden.reshape(-1, hidden.shape[-1]),

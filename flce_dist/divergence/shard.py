@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist.arguments import values
 from flce_dist.arguments.check_tensors import FLOATS, LABELS, check_group, check_tensor
 from flce_dist.parallel import collectives
 
@@ -43,13 +44,20 @@ def teacher_shard(
     check_group(tp_group, False)
     source = teacher_weight.detach().contiguous()
     if not isinstance(rows, Tensor):
-        rows = torch.arange(*rows, device=source.device)
+        ends = values.rows("rows", rows)
+        if ends is None or not 0 <= ends[0] <= ends[1]:
+            raise ValueError(
+                "rows must be (start, end) with 0 <= start <= end, or a tensor of ids, got "
+                f"{values.shown(rows)}"
+            )
+        rows = torch.arange(*ends, device=source.device)
     check_tensor("rows", rows, LABELS, source, "teacher_weight")
     rows = rows.long()
     P = collectives.group_size(tp_group)
     rank = collectives.group_rank(tp_group)
-    mine = torch.tensor([len(source), -1 if teacher_start is None else teacher_start])
-    sizes = collectives.gather_tokens(mine.to(source.device)[None], tp_group).tolist()
+    mine = [len(source), -1 if teacher_start is None else teacher_start]
+    of_ranks = torch.tensor([mine], device=source.device)
+    sizes = collectives.gather_tokens(of_ranks, tp_group).tolist()
     out = source.new_empty(len(rows), *source.shape[1:])
     is_found = torch.zeros_like(rows)
     start = 0

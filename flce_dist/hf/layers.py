@@ -26,6 +26,9 @@ _SHARDING = ("torch.distributed.fsdp.", "torch.distributed._composable.")
 _COUNTING = ("torch.utils.module_tracker",)
 """Modules whose hooks only move tensors or count calls; any other hook may look at logits."""
 
+_WEIGHTS = (nn.Parameter, DTensor)
+"""Types of a weight that nothing makes anew in each call, as pruning and FSDP1 do."""
+
 
 class LayerOperands(NamedTuple):
     """What makes the logits [..., V] of a layer, and of LoRA on it."""
@@ -152,7 +155,7 @@ def is_known(layer: Any) -> bool:
         return is_known(layer.get_base_layer())
     if place == ("peft.tuners.lora.layer", "Linear.forward"):
         return is_known(layer.get_base_layer())
-    is_whole = type(getattr(layer, "weight", None)) in (nn.Parameter, DTensor)
+    is_whole = type(getattr(layer, "weight", None)) in _WEIGHTS
     return forward is nn.Linear.forward and is_whole
 
 
@@ -228,7 +231,9 @@ _WATCHED = "a hook of the output layer, or a forward of its own, may look at the
 
 def why_layer_is_real(layer: Any) -> str | None:
     if not is_known(layer):
-        return f"the output layer is a {type(layer).__name__} of {type(layer).__module__}"
+        weight = type(getattr(linear_of(layer), "weight", None))
+        unlike = "" if weight in _WEIGHTS else f", whose weight is a {weight.__name__}"
+        return f"the output layer is a {type(layer).__name__} of {type(layer).__module__}{unlike}"
     below = linear_of(layer)
     if _is_watched(layer):
         return _WATCHED

@@ -172,9 +172,13 @@ def _check_model(base: Any) -> None:
         raise NotImplementedError(
             f"the output layer must be an nn.Linear, or LoRA on one, got {_class_names(head)}"
         )
-    if "labels" not in inspect.signature(base.forward).parameters or "forward" in vars(base):
+    names = [*inspect.signature(base.forward).parameters]
+    is_patched = "forward" in vars(base)
+    if "labels" not in names or is_patched:
+        place = "the instance" if is_patched else type(base).__name__
         raise NotImplementedError(
-            f"forward must be that of the class and take labels, got {base.forward}"
+            "forward must be that of the class and name labels among its parameters, got that of "
+            f"{place} with {', '.join(names)}"
         )
     if base.loss_function is not ForCausalLMLoss:
         raise NotImplementedError(

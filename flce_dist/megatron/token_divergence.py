@@ -50,7 +50,6 @@ def divergence(
     max_logits_bytes: int | None = None,
     max_counted: int | None = None,
     skip_ignored: bool = False,
-    options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Run ``teacher(*args, **kwargs)`` without gradients, then the model; return its divergence.
@@ -68,7 +67,6 @@ def divergence(
             its vocabulary is padded otherwise. By default the layer's own.
         with_metrics: return ``DivergenceWithMetrics``.
         kind, beta and the others: as for ``linear_divergence``.
-        options: keywords in a dictionary, as before each was one of this function; they hold.
 
     Returns:
         The divergence [b, s] with reduction "none", else a scalar; metrics are [b, s].
@@ -111,7 +109,6 @@ def divergence(
         "max_logits_bytes": max_logits_bytes,
         "max_counted": max_counted,
         "skip_ignored": skip_ignored,
-        **(options or {}),
     }
     scoring = functools.partial(_divergence_of, head=head, with_metrics=with_metrics, asked=asked)
     results = DivergenceWithMetrics if with_metrics else _Value

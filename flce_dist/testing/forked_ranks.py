@@ -55,8 +55,7 @@ class RankPool(AbstractContextManager["RankPool"]):
     """
 
     def __init__(self, world_size: int, *, timeout_s: float = 60.0):
-        if world_size < 1:
-            raise ValueError(f"world_size must be at least 1, got {world_size}")
+        check_arguments(world_size, timeout_s)
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._executors: list[ProcessPoolExecutor] = []
@@ -153,6 +152,14 @@ class RankPool(AbstractContextManager["RankPool"]):
             os.kill(self._workers[rank].pid, signal.SIGUSR1)  # type: ignore[arg-type]
         time.sleep(_GRACE_S)
         return {rank: (self._folder / f"stack{rank}").read_text() for rank in sorted(ranks)}
+
+
+def check_arguments(world_size: object, timeout_s: object) -> None:
+    """Raise ``ValueError`` for what is no number of ranks, or no time."""
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size must be an int of at least 1, got {world_size!r}")
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= threading.TIMEOUT_MAX:
+        raise ValueError(f"timeout_s must be a number above 0, got {timeout_s!r}")
 
 
 @contextmanager

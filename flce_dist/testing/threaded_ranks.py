@@ -11,6 +11,7 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import torch_private
-from flce_dist.testing.forked_ranks import RankFailed, RankPool, unfinished
+from flce_dist.testing.forked_ranks import RankFailed, RankPool, check_arguments, unfinished
 
 Result = TypeVar("Result")
 
@@ -115,6 +116,7 @@ def run_ranks(
 
     Each rank has a default process group of all ranks, which is also ``fn``'s argument:
     ``tp_group.rank()`` says who is calling, and ``torch.distributed.new_group`` makes subgroups.
+    Ranks begin in the caller's grad and inference mode, autocast and default device.
 
     Args:
         fn: any callable, also a closure. Over "threads" ranks share its variables; over "gloo" each
@@ -139,8 +141,7 @@ def run_ranks(
     """
     if backend not in ("threads", "gloo"):
         raise ValueError(f'backend must be "threads" or "gloo", got {backend!r}')
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    check_arguments(world_size, timeout_s)
     if backend == "gloo":
         with RankPool(world_size, timeout_s=timeout_s) as pool:
             return pool.run_closure(fn)
@@ -156,6 +157,7 @@ def _run_threads(fn: Callable[[Any], Result], world_size: int, timeout_s: float)
     results: dict[int, Result] = {}
     errors: list[tuple[int, BaseException]] = []
     have_begun = [threading.Event() for _ in range(world_size)]
+    modes = _modes_of_caller()
 
     def rank_main(rank: int) -> None:
         _this_rank.meeting = meeting
@@ -168,7 +170,9 @@ def _run_threads(fn: Callable[[Any], Result], world_size: int, timeout_s: float)
                 )
             finally:
                 have_begun[rank].set()
-            results[rank] = fn(dist.group.WORLD)
+            with ExitStack() as entered:
+                modes(entered)
+                results[rank] = fn(dist.group.WORLD)
         except BaseException as error:
             how = f"has raised {type(error).__name__}"
             errors.append((rank, error))
@@ -203,6 +207,28 @@ def _run_threads(fn: Callable[[Any], Result], world_size: int, timeout_s: float)
             meeting.leave(rank, "has timed out")  # wakes the ranks that wait for each other
         raise TimeoutError(unfinished(world_size, stuck, timeout_s))
     return [results[rank] for rank in range(world_size)]
+
+
+def _modes_of_caller() -> Callable[[ExitStack], None]:
+    """Return what enters, in another thread, those modes of this one that torch keeps by thread."""
+    grad = torch.is_grad_enabled()
+    inference = torch.is_inference_mode_enabled()
+    device = torch.get_default_device()
+    autocast = [
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+
+    def enter(stack: ExitStack) -> None:
+        stack.enter_context(torch.inference_mode(inference))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        for kind, dtype in autocast:
+            stack.enter_context(torch.autocast(kind, dtype))
+        if device != torch.get_default_device():
+            stack.enter_context(device)
+
+    return enter
 
 
 def _stack(thread: threading.Thread) -> str:

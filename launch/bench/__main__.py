@@ -41,6 +41,7 @@ from flce_dist.launch.bench.problem import Problem, load_head, make_problem, mak
 from flce_dist.launch.bench.profiles import Profile, describe
 from flce_dist.launch.bench.report import Record, make_records, table
 from flce_dist.launch.process_group import Group, device_type_of, on_rank_0, rank_and_size, start
+from flce_dist.launch.read import digest
 from flce_dist.launch.write import check_writable
 
 VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_", "TORCH_SYMM_MEM_")
@@ -89,6 +90,8 @@ def _bench(
         "peers": {package: version_of(package) for package in sorted(packages)},
         "config": as_json(config),
     }
+    if config.head is not None and rank == 0:
+        facts["head"] = digest(config.head)
     records: list[Record] = []
     if not config.fresh:  # rank 0 alone writes, and other hosts may not see its files
         records = on_rank_0(lambda: files.records_so_far(config.out, facts))

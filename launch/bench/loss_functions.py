@@ -119,7 +119,7 @@ def _mean_of_each(
     """Return the mean loss, taken here of a loss for each token."""
     losses = linear_cross_entropy(hidden, weight, labels, reduction="none", **options)
     factors = (labels != IGNORED).to(losses.dtype)
-    return (losses * factors).sum() / factors.sum()
+    return (losses * factors).sum() / factors.sum().clamp(min=1)
 
 
 def _best(

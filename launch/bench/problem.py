@@ -5,6 +5,7 @@ T = tokens, H = hidden size, V = whole vocabulary, P = ranks. Rank r holds rows
 own rows and torch's collectives between them, so that it takes a few GiB at any T.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -206,6 +207,14 @@ def make_truth(problem: Problem, *, gradients: bool) -> Truth:
     return Truth(loss.item() / n, dhidden, dweight)
 
 
+def relative_error(value: float, truth: float) -> float:
+    """Return ``abs(value - truth) / abs(truth)``, also of a truth of 0; NaN stays NaN."""
+    difference = abs(value - truth)
+    if difference == 0.0:
+        return 0.0
+    return difference / abs(truth) if truth else difference * math.inf
+
+
 def errors_of(
     run: RunSpec, loss: Tensor, gradients: list[Tensor], problem: Problem, truth: Truth
 ) -> Errors:
@@ -218,7 +227,7 @@ def errors_of(
         needed = bool(gradients) and truth.dhidden is not None
         of_fp64 = true_divergence(operands, run.divergence, chunk=chunk, gradients=needed)
         truth = Truth(*of_fp64)
-    loss_error = abs(loss.item() - truth.loss) / abs(truth.loss)
+    loss_error = relative_error(loss.item(), truth.loss)
     if not gradients or truth.dhidden is None or truth.dweight is None:
         return Errors(loss_error)
     wanted = truth.dhidden[problem.tokens_of(run)], truth.dweight

@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 from flce_dist.launch.ranges import SEED, SIZE, SIZE_OR_0
 from flce_dist.launch.yaml_config import check_ranges, from_command_line, require
 
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Of a Llama, beside the output layer."""
+
 
 @dataclass(frozen=True)
 class RunSpec:
@@ -43,7 +46,7 @@ class FinetuneConfig:
     rank: Annotated[int, SIZE] = 16
     """Of the adapters."""
     adapted: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """The layers that have one, by their names."""
+    """The layers that have one, of LAYERS."""
     warmup: Annotated[int, SIZE] = 3
     """Steps of each run before anything is timed, at least 1: kernels compile in the first."""
     rounds: Annotated[int, SIZE] = 10
@@ -69,6 +72,11 @@ def load_config(argv: list[str]) -> FinetuneConfig:
     check_ranges(config)
     require(bool(config.runs), "runs must name at least one run, got none")
     require(len(set(config.runs)) == len(config.runs), "runs must differ, got one twice")
+    known = bool(config.adapted) and set(config.adapted) <= set(LAYERS)
+    require(known, f"adapted must name some of {', '.join(LAYERS)}, got {config.adapted}")
+    for name in ("seq_length", "vocab_size"):  # with one the loss is 0, or of no token
+        size = getattr(config, name)
+        require(size > 1, f"{name} must be at least 2, got {size}")
     heads = config.num_heads
     kv_heads = config.num_kv_heads
     require(heads % kv_heads == 0, f"num_heads must divide by num_kv_heads {kv_heads}, got {heads}")

@@ -62,7 +62,7 @@ class Corpus:
 
     def _split(self, sequences: Tensor) -> tuple[Tensor, Tensor]:
         ids = sequences.long() if self.new_ids is None else self.new_ids[sequences.long()]
-        labels = ids[:, 1:].contiguous()
+        labels = ids[:, 1:].clone()  # of one sequence the slice is contiguous, and a view
         labels[:, : self.prompt_tokens] = IGNORED
         return ids[:, :-1].contiguous(), labels
 
@@ -156,8 +156,8 @@ def cut(ids: NDArray[np.int32], config: RunConfig) -> tuple[Tensor, Tensor]:
     validation = max(1, int(len(ids) * fraction) // width)
     require(
         rows > validation,
-        f"model.seq_length must leave one training and one validation sequence in the text's "
-        f"{len(ids)} tokens, got {config.model.seq_length}",
+        "model.seq_length and data.validation_fraction must leave one training and one validation "
+        f"sequence in the text's {len(ids)} tokens, got {config.model.seq_length} and {fraction}",
     )
     sequences = torch.from_numpy(ids)[: rows * width].view(rows, width)
     return sequences[:-validation], sequences[-validation:]
