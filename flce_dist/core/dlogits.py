@@ -1,11 +1,13 @@
 """D of a chunk's windows: cached by forward, converted, or computed again.  T = tokens."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from flce_dist.core.call import Call
+from flce_dist.kernels import gemm
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, Window, new_window, part_of
 from flce_dist.kernels.rows.formulas import RowGradient
 from flce_dist.parallel.collectives import TokenGather
@@ -51,6 +53,13 @@ def split_columns(call: Call, chunk: Chunk) -> list[Window]:
     as_it_is = call.cache_dtype == call.dtype and not chunk.contains_upstream
     cached_step = max(1, call.V) if as_it_is else chunk.window_v
     return chunk.cache.split(call.V, chunk.window_v, cached_step) or [Window(0, 0, None)]
+
+
+def product_of(call: Call, chunk: Chunk) -> Callable[..., None]:
+    """Return ``gemm.product``, over the tokens of the chunk that count where others are skipped."""
+    if chunk.n_counted is None:
+        return gemm.product
+    return functools.partial(call.kernels.counted_gemm, count=chunk.n_counted)
 
 
 def dlogits(

@@ -1,13 +1,12 @@
 """Two GEMMs of each window of D.  T = tokens, V = rows here, H = hidden size."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from flce_dist.core.call import Accumulator, Backward, Call, Operands, Results
-from flce_dist.core.dlogits import Chunk, dlogits, split_columns
+from flce_dist.core.dlogits import Chunk, dlogits, product_of, split_columns
 from flce_dist.core.hidden_gradient import ChunkOfHidden, HiddenGradient
 from flce_dist.core.sections import Section
 from flce_dist.kernels import gemm
@@ -113,40 +112,27 @@ class Gradients:
         contains_scale = not cached and not call.is_fp16
         rows = chunk.rows.folded() if contains_scale else chunk.rows
 
-        dhidden = self.dhidden_of(chunk, rows)
-        scratch = None if dhidden is None else dhidden.scratch
-        product = product_of(call, chunk)
         reads_hidden_again = windows[-1].cached is None or chunk.again is not None
-        in_place = contains_scale or not reads_hidden_again
-        factor: tuple[Tensor, Tensor | None] | None = None  # of dweight, once hidden has arrived
-
-        def add_dhidden(start: int, end: int, d: Tensor) -> None:
-            if dhidden is not None:
-                weight = rows_of(self.weight, start, end)
-                product(d, weight, sums_tokens=False, out=dhidden.acc, adds=start > 0)
-                if end == windows[-1].end and scratch is None:
-                    dhidden.finish()
-
-        def add_parameters(start: int, end: int, d: Tensor) -> None:
-            nonlocal factor
-            if self.dweight is not None:
-                if factor is None:
-                    columns = self.dweight.shape[1]
-                    factor = dweight_factor(call, chunk, rows, in_place, scratch, columns)
-                hidden, row = factor
-                out = rows_of(self.dweight, start, end)
-                product(d, hidden, sums_tokens=True, row=row, out=out, adds=adds)
-            if self.dbias is not None:
-                self.dbias[start:end] += dbias_of(call, chunk, d, rows)
-
-        for start, end, d in dlogits(call, chunk, rows, cached):  # while hidden is being gathered
-            add_dhidden(start, end, d)
+        dhidden = self.dhidden_of(chunk, rows)
+        parameters = _ChunkOfParameters(
+            self,
+            call,
+            chunk,
+            rows,
+            adds=adds,
+            scratch=None if dhidden is None else dhidden.scratch,
+            in_place=contains_scale or not reads_hidden_again,
+        )
+        if dhidden is not None:  # while hidden is being gathered
+            for start, end, d in dlogits(call, chunk, rows, cached):
+                dhidden.add(start, end, d)
         for start, end, d in dlogits(call, chunk, rows, cached):
-            add_parameters(start, end, d)
+            parameters.add(start, end, d)
         for start, end, d in dlogits(call, chunk, rows, recomputed):
-            add_dhidden(start, end, d)
-            add_parameters(start, end, d)
-        if dhidden is not None and scratch is not None:
+            if dhidden is not None:
+                dhidden.add(start, end, d)
+            parameters.add(start, end, d)
+        if dhidden is not None:
             dhidden.finish()
 
     def dhidden_of(self, chunk: Chunk, rows: RowGradient) -> ChunkOfHidden | None:
@@ -162,11 +148,51 @@ class Gradients:
         return dhidden, self.dweight, dbias
 
 
-def product_of(call: Call, chunk: Chunk) -> Callable[..., None]:
-    """Return ``counted_gemm`` over the tokens of the chunk that count, where others are skipped."""
-    if chunk.n_counted is None:
-        return gemm.product
-    return functools.partial(call.kernels.counted_gemm, count=chunk.n_counted)
+class _ChunkOfParameters:
+    """dweight and dbias of a chunk, as far as the call needs them.
+
+    dweight ``adds`` to what is there. Hidden times the tokens' scales overwrites gathered hidden if
+    ``in_place``, else ``scratch`` or a new buffer.
+    """
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        call: Call,
+        chunk: Chunk,
+        rows: RowGradient,
+        *,
+        adds: bool,
+        scratch: Tensor | None,
+        in_place: bool,
+    ):
+        self._gradients = gradients
+        self._call = call
+        self._chunk = chunk
+        self._rows = rows
+        self._adds = adds
+        self._scratch = scratch
+        self._in_place = in_place
+        self._product = product_of(call, chunk)
+        self._factor: tuple[Tensor, Tensor | None] | None = None  # once hidden has arrived
+
+    def add(self, start: int, end: int, d: Tensor) -> None:
+        """Add what follows from ``d`` [T, end - start], D of these columns."""
+        dweight = self._gradients.dweight
+        dbias = self._gradients.dbias
+        if dweight is not None:
+            hidden, row = self._scaled_hidden(dweight.shape[1])
+            out = rows_of(dweight, start, end)
+            self._product(d, hidden, sums_tokens=True, row=row, out=out, adds=self._adds)
+        if dbias is not None:
+            dbias[start:end] += dbias_of(self._call, self._chunk, d, self._rows)
+
+    def _scaled_hidden(self, columns: int) -> tuple[Tensor, Tensor | None]:
+        if self._factor is None:
+            self._factor = dweight_factor(
+                self._call, self._chunk, self._rows, self._in_place, self._scratch, columns
+            )
+        return self._factor
 
 
 def dweight_factor(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from flce_dist.core.call import Call, Operands
-from flce_dist.core.dlogits import Chunk
+from flce_dist.core.dlogits import Chunk, product_of
 from flce_dist.core.sections import Section
 from flce_dist.kernels import gemm
 from flce_dist.kernels.logits.operands import rows_of
@@ -99,7 +99,8 @@ class HiddenGradient:
 class ChunkOfHidden:
     """dhidden of a chunk: ``acc`` [T, H] in the dtype of statistics, to which its GEMMs add.
 
-    ``scratch`` [T, H], if not None, may be used for anything until dhidden is finished.
+    ``scratch`` [T, H], if not None, may be used for anything until dhidden is finished, which then
+    comes after dweight.
     """
 
     def __init__(self, gradient: HiddenGradient, chunk: Chunk, rows: RowGradient):
@@ -108,6 +109,8 @@ class ChunkOfHidden:
         self._labels = chunk.labels
         self._rows = rows
         call = gradient.call
+        self._product = product_of(call, chunk)
+        self._is_finished = False
         share = rows_of(gradient.sum.tokens, *chunk.tokens)
         self.scratch: Tensor | None = None
         if gradient.keeps_fp32 and not call.reduces_dhidden:
@@ -116,8 +119,23 @@ class ChunkOfHidden:
             self.acc = torch.empty_like(share, dtype=call.stats_dtype)
             self.scratch = None if call.reduces_dhidden else share
 
+    def add(self, start: int, end: int, d: Tensor) -> None:
+        """Add the part of ``d`` [T, end - start], D of these columns; they come in order."""
+        weight = rows_of(self._gradient.weight, start, end)
+        self._product(d, weight, sums_tokens=False, out=self.acc, adds=start > 0)
+        if end == self._gradient.call.V:
+            self.end_columns()
+
+    def end_columns(self) -> None:
+        """Nothing more is added: finish now, so that the sum over ranks overlaps dweight."""
+        if self.scratch is None:
+            self.finish()
+
     def finish(self) -> None:
-        """Round the accumulator into this rank's share; after the last chunk start the sum."""
+        """Round the accumulator into this rank's share, if not done; the last chunk starts the sum."""
+        if self._is_finished:
+            return
+        self._is_finished = True
         call = self._gradient.call
         rows = self._rows
         plus = None

@@ -246,8 +246,8 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
         d = kernels.kept_dlogits(logits, rows, scale_of_d, lists, turn, out=buffer)
         if dhidden is not None:
             kernels.add_kept_dhidden(d, weight, lists, turn, dhidden.acc)
-            if turn == lists.rounds - 1 and scratch is None:
-                dhidden.finish()
+            if turn == lists.rounds - 1:
+                dhidden.end_columns()
         if gradients.dweight is not None:
             if turn == 0:
                 # Ignored rows of gathered hidden may be cleared in place: D of these rows is 0.
@@ -269,7 +269,7 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
             )
         if dbias is not None:
             kernels.add_kept_dbias(d, rows.scale, lists, turn, dbias)
-    if dhidden is not None and scratch is not None:
+    if dhidden is not None:
         dhidden.finish()
     if dbias is not None:
         if rows.uniform is not None:
