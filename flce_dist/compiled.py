@@ -28,6 +28,7 @@ from flce_dist.core.call import (
     Call,
     Compilable,
     LossWithMetrics,
+    Needs,
     Operands,
     Results,
     Upstream,
@@ -85,18 +86,16 @@ class _Spec(NamedTuple):
 
     options: LossOptions
     group_name: str | None
-    needs: list[bool]  # of hidden, weight and bias
+    needs: Needs
 
     @staticmethod
     def of(inputs: Sequence[Any]) -> "_Spec":
         """Return the spec that an operator was given."""
         *values, group_name, needs = inputs
-        return _Spec(_options_of(values), group_name, needs)
+        return _Spec(_options_of(values), group_name, Needs(*needs))
 
 
-def apply(
-    arguments: Arguments, needs: list[bool], last_columns: Tensor | None
-) -> tuple[Tensor, ...]:
+def apply(arguments: Arguments, needs: Needs, last_columns: Tensor | None) -> tuple[Tensor, ...]:
     """Call the operator from compiled code; return the loss and, if asked for, metrics."""
     options = arguments.options
     tp_group = arguments.tp_group
@@ -106,7 +105,7 @@ def apply(
         last_columns,
         *values_of(options),
         None if tp_group is None else tp_group.group_name,
-        needs,
+        list(needs),
     )
     return tuple(outputs[: 1 + _metrics(options)])
 
@@ -200,9 +199,8 @@ def _backward(dloss: Any, dlse: Any, dlogprob: Any, dentropy: Any, *inputs: Any)
     of_results = (dloss, dlse, dlogprob, dentropy)
     upstream = Upstream(*(g if g is None or g.dim() == 0 else g.reshape(-1) for g in of_results))
     gradients: Results = (None, None, None)
-    if (
-        tensors.labels.numel()
-    ):  # without tokens, statistics are as empty as those that stand for None
+    # Without tokens statistics are as empty as what stands for None.
+    if tensors.labels.numel():
         present = tuple(x if x.numel() else None for x in saved)
         with torch.no_grad():  # an operator must not return its inputs
             gradients = run_backward(

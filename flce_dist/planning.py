@@ -179,7 +179,7 @@ def _planned(
     """Return the schedule's name and sizes, of an object those that it is made of."""
 
     def sizes_of(arguments: Arguments) -> Any:
-        return planned(arguments, T, list(needs), P, compiled, converts=False, width=trained)
+        return planned(arguments, T, needs, P, is_compiled=compiled, converts=False, width=trained)
 
     sizes = sizes_of(arguments)
     if isinstance(sizes, InForward):

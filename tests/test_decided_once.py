@@ -139,9 +139,9 @@ def test_a_call_in_use_stays_known_among_many_others(monkeypatch: pytest.MonkeyP
     made: list[Any] = []
     decide = prepare.new_call
 
-    def noting(arguments: Any, *args: Any) -> Any:
+    def noting(arguments: Any, *args: Any, **keywords: Any) -> Any:
         made.append(arguments.labels.numel())
-        return decide(arguments, *args)
+        return decide(arguments, *args, **keywords)
 
     monkeypatch.setattr(prepare, "new_call", noting)
     for n in range(1, 40):

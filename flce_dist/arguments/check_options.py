@@ -3,12 +3,13 @@
 Errors name the argument, what is expected and what was given. Single values are ``values``' part.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
 from flce_dist.arguments import values
 from flce_dist.arguments.options import LossOptions
+from flce_dist.core.call import Needs
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 
 
@@ -95,9 +96,9 @@ def check_invariant(impl: str, shards: Iterable[tuple[int, int]]) -> None:
             )
 
 
-def check_compiled(options: LossOptions, needs: Sequence[bool]) -> None:
-    """Check that torch.compile's operators can do this; ``needs`` is of hidden, weight and bias."""
-    if options.accumulate_dweight and needs[1]:
+def check_compiled(options: LossOptions, needs: Needs) -> None:
+    """Check that torch.compile's operators can do this."""
+    if options.accumulate_dweight and needs.weight:
         raise NotImplementedError(
             "accumulate_dweight=True is not supported under torch.compile, whose operators must "
             "not change their inputs; exclude the call by torch.compiler.disable"

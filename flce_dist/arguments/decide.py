@@ -22,7 +22,8 @@ from flce_dist.schedules.choose import FEW_COLUMNS, choose_schedule
 
 def new_call(
     arguments: Arguments,
-    needs: list[bool],
+    needs: Needs,
+    *,
     is_compiled: bool,
     scores: Callable[[Any], Schedule] | None,
     width: int | None,
@@ -41,8 +42,15 @@ def new_call(
     impl = options.impl or ("triton" if hidden.is_cuda else "eager")
     check_impl(impl, hidden.dtype, hidden.device)
 
-    converts = scores is not None
-    of_loss = planned(arguments, T, needs, P, is_compiled, converts=converts, width=width)
+    of_loss = planned(
+        arguments,
+        T,
+        needs,
+        P,
+        is_compiled=is_compiled,
+        converts=scores is not None,
+        width=width,
+    )
     schedule = of_loss if scores is None else scores(of_loss)
     vocab_size = V * P if options.vocab_size is None else options.vocab_size
     start, end = options.vocab_range or (rank * V, (rank + 1) * V)
@@ -56,7 +64,7 @@ def new_call(
         vocab_start_index=start,
         V=real_rows((start, end), vocab_size),
         vocab_size=vocab_size,
-        needs=Needs(*needs),
+        needs=needs,
         schedule=schedule,
         impl=impl,
         kernels=kernels_of(impl),
@@ -68,8 +76,9 @@ def new_call(
 def planned(
     arguments: Arguments,
     T: int,
-    needs: list[bool],
+    needs: Needs,
     P: int,
+    *,
     is_compiled: bool,
     converts: bool,
     width: int | None = None,
@@ -91,7 +100,7 @@ def planned(
     # plan again with real sizes. So it lends no memory.
     is_concrete = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
     name = options.schedule if isinstance(options.schedule, str) else "recompute"
-    frozen = needs[0] and not (needs[1] or needs[2]) and not options.with_metrics
+    frozen = needs.hidden and not (needs.weight or needs.bias or options.with_metrics)
     if frozen and name in ("auto", "in_forward"):
         converts = False  # forward's D contains no upstream gradients
     if name == "in_forward" and options.reduction == "none" and any(needs) and not frozen:
@@ -101,7 +110,7 @@ def planned(
             "schedule='recompute' or 'cached'"
         )
     dweight_row_bytes = (0, 0)
-    if is_concrete and needs[1]:
+    if is_concrete and needs.weight:
         dweight_row_bytes = (width * itemsize, width * max(4, itemsize))
     cancels = options.smoothing_cancels(hidden.dtype, vocab_size)
     few_in_fp16 = hidden.dtype == torch.float16 and vocab_size <= FEW_COLUMNS

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from flce_dist.arguments.check_options import check_options
 from flce_dist.arguments.options import LossOptions
 from flce_dist.arguments.passed import PLAIN, Arguments
-from flce_dist.core.call import Call
+from flce_dist.core.call import Call, Needs
 
 
 def checked_options(**keywords: Any) -> LossOptions:
@@ -61,7 +61,7 @@ class RecentCalls(OrderedDict[Any, Call]):
 calls = RecentCalls()
 
 
-def facts_of(arguments: Arguments, needs: list[bool], *others: Any) -> Any:
+def facts_of(arguments: Arguments, needs: Needs, *others: Any) -> Any:
     """Return all that a ``Call`` depends on, hashable; None if only checks can tell."""
     group = arguments.tp_group
     if group is not None and not isinstance(group, dist.ProcessGroup):

@@ -266,6 +266,6 @@ def _unexpected(function: Callable[..., Any], name: str, options: Iterable[str])
     """Return what Python says, and the closest of ``options`` and the function's own keywords."""
     parameters = inspect.signature(function).parameters.values()
     own = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    close = difflib.get_close_matches(name, sorted({*options, *own}), n=1)
+    close = difflib.get_close_matches(name.lower(), sorted({*options, *own}), n=1)
     hint = f". Did you mean {close[0]!r}?" if close else ""
     return f"{function.__qualname__}() got an unexpected keyword argument {name!r}{hint}"

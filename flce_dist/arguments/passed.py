@@ -17,6 +17,7 @@ from flce_dist.arguments.check_tensors import (
     check_tokens,
 )
 from flce_dist.arguments.options import LossOptions
+from flce_dist.core.call import Needs
 from flce_dist.parallel import collectives
 
 _Result = TypeVar("_Result", Tensor, Tensor | None)
@@ -114,10 +115,8 @@ def dtype_in_autocast(x: Tensor, device_type: str) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if is_on else x.dtype
 
 
-def settled(
-    arguments: Arguments, last_columns: Tensor | None = None
-) -> tuple[Arguments, list[bool]]:
-    """Return the arguments as they are computed, and whether each operand needs a gradient now.
+def settled(arguments: Arguments, last_columns: Tensor | None = None) -> tuple[Arguments, Needs]:
+    """Return the arguments as they are computed, and which operands need a gradient now.
 
     ``last_columns`` are those of the weight that alone are trained, if so.
     """
@@ -125,7 +124,7 @@ def settled(
     trained = arguments.weight if last_columns is None else last_columns
     operands = (arguments.hidden, trained, arguments.bias)
     is_on = torch.is_grad_enabled()
-    return arguments, [is_on and getattr(x, "requires_grad", False) for x in operands]
+    return arguments, Needs(*(is_on and getattr(x, "requires_grad", False) for x in operands))
 
 
 def check_passed(arguments: Arguments) -> int:

@@ -11,14 +11,14 @@ from flce_dist.arguments.decide import new_call
 from flce_dist.arguments.decided_once import calls, facts_of
 from flce_dist.arguments.options import LossOptions
 from flce_dist.arguments.passed import Arguments
-from flce_dist.core.call import Call, Operands, Schedule, as_stored
+from flce_dist.core.call import Call, Needs, Operands, Schedule, as_stored
 from flce_dist.kernels.rows.counted_tokens import counted_tokens
 from flce_dist.parallel import collectives
 
 
 def prepare(
     arguments: Arguments,
-    needs: list[bool],
+    needs: Needs,
     *,
     is_compiled: bool = False,
     scores: Callable[[Any], Schedule] | None = None,
@@ -26,16 +26,15 @@ def prepare(
 ) -> tuple[Call, Operands]:
     """Check the arguments' metadata, plan, and flatten tokens to one dimension.
 
-    ``needs`` says whether hidden, weight and bias need a gradient; ``is_compiled`` whether
-    this is an operator of torch.compile. ``scores``, if any, makes the schedule of scores from the
-    one that the loss would take. ``last_columns`` are those of weight that alone are trained. Label
-    values are not checked here: that reads data.
+    ``is_compiled`` says whether this is an operator of torch.compile. ``scores``, if any, makes the
+    schedule of scores from the one that the loss would take. ``last_columns`` are those of weight
+    that alone are trained. Label values are not checked here: that reads data.
     """
     width = None if last_columns is None else last_columns.shape[1]
     facts = facts_of(arguments, needs, is_compiled, scores, width)
     call = None if facts is None else calls.recall(facts)
     if call is None:
-        call = new_call(arguments, needs, is_compiled, scores, width)
+        call = new_call(arguments, needs, is_compiled=is_compiled, scores=scores, width=width)
         if facts is not None:
             calls.remember(facts, call)
     hidden, weight, labels, bias, token_weight, temperature, *_ = arguments
@@ -44,20 +43,25 @@ def prepare(
         return as_stored(x).reshape(-1).to(call.stats_dtype).contiguous()
 
     token_weight = None if token_weight is None else of_tokens(token_weight)
+    inverse_temperature = None
     if temperature is not None:
         temperature = of_tokens(temperature)
-        temperature = temperature.reciprocal().where(temperature > 0, torch.nan)
+        inverse_temperature = temperature.reciprocal().where(temperature > 0, torch.nan)
     if scores is None:  # else it only had their shape
         if labels.dim() != 1:
             labels = labels.reshape(-1)
         labels = labels.long().contiguous()
     if hidden.dim() != 2:  # a view is a node of the graph, too
         hidden = hidden.reshape(-1, hidden.shape[-1])
-    hidden = as_stored(hidden)
-    weight = as_stored(weight)
-    bias = as_stored(bias)
-    operands = Operands(hidden, weight, bias, labels, token_weight, None, temperature)
-    return call, operands._replace(last_columns=last_columns)
+    return call, Operands(
+        hidden=as_stored(hidden),
+        weight=as_stored(weight),
+        bias=as_stored(bias),
+        labels=labels,
+        token_weight=token_weight,
+        inverse_temperature=inverse_temperature,
+        last_columns=last_columns,
+    )
 
 
 def counted_operands(call: Call, operands: Operands) -> Operands:

@@ -26,6 +26,7 @@ from flce_dist.arguments.prepare import prepare
 from flce_dist.arguments.rank_check import check_alike, refusals_told, told_if_unbound
 from flce_dist.best.schedule import Sample, TopK
 from flce_dist.core.autograd import refuse_transforms, run_forward
+from flce_dist.core.call import NO_GRADIENT
 from flce_dist.kernels.best.interface import MOST_K
 
 _FIXED: dict[str, Any] = dict(
@@ -247,7 +248,7 @@ def _run(name: str, arguments: Arguments, schedule: TopK | Sample) -> tuple[Any,
         ordered, _ = settled(
             Arguments(hidden, weight, labels, bias, None, temperatures, options, tp_group)
         )
-        call, operands = prepare(ordered, [False, False, False])
+        call, operands = prepare(ordered, NO_GRADIENT)
     forward_alone: Any = schedule.sized(call)
     call = replace(call, schedule=forward_alone)
     check_alike(name, call, operands)

@@ -72,8 +72,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         of_outputs = Upstream(*upstream[:4])
         if any(g is not None for g in of_outputs):
             tensors = ctx.saved_tensors
-            saved = tensors[: ctx.saved]
-            operands = tensors[ctx.saved :]
+            saved = tensors[: ctx.number_saved]
+            operands = tensors[ctx.number_saved :]
             gradients = run_backward(
                 call,
                 Operands(*operands) if operands else None,
@@ -99,7 +99,7 @@ def keep(
     ctx.call = call
     ctx.main_grad = main_grad
     ctx.weight_ref = weight_ref
-    ctx.saved = len(saved)
+    ctx.number_saved = len(saved)
     ctx.save_for_backward(*saved, *(operands if call.schedule.keeps_operands else ()))
 
 

@@ -46,6 +46,9 @@ class Needs(NamedTuple):
     bias: bool
 
 
+NO_GRADIENT = Needs(hidden=False, weight=False, bias=False)
+
+
 class Upstream(NamedTuple):
     """Upstream gradients in the caller's order: [T_all] each, the loss's also a scalar.
 

@@ -132,7 +132,7 @@ class ChunkOfHidden:
             self.finish()
 
     def finish(self) -> None:
-        """Round the accumulator into this rank's share, if not done; the last chunk starts the sum."""
+        """Round what is added into this rank's share, once; the last chunk starts the sum."""
         if self._is_finished:
             return
         self._is_finished = True

@@ -63,9 +63,9 @@ class Pass:
         weights = self.token_weight
         if weights is not None:
             weights = part_of(weights, first, last)
-        windows = [(logits.vocab_start_index + start, x) for start, x in cache.with_starts()]
+        label_windows = [(logits.vocab_start_index + start, x) for start, x in cache.with_starts()]
         if call.rescales_cache or target.named is not None:
-            windows = []  # backward writes D at the labels
+            label_windows = []  # backward writes D at the labels
         return kernels.token_loss(
             logits.labels,
             weights,
@@ -75,7 +75,7 @@ class Pass:
             call.loss_terms,
             with_entropy=target.with_entropy,
             inverse_temperature=logits.inverse_temperature,
-            windows=windows,
+            windows=label_windows,
         )
 
     def begin_label_logits(self) -> None:

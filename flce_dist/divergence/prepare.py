@@ -31,7 +31,7 @@ from flce_dist.arguments.passed import (
 )
 from flce_dist.arguments.prepare import check_temperatures, counted_operands, prepare
 from flce_dist.arguments.rank_check import check_alike, refusals_told
-from flce_dist.core.call import Call, Operands
+from flce_dist.core.call import NO_GRADIENT, Call, Operands
 from flce_dist.divergence.choose import chosen_schedule
 from flce_dist.divergence.function import differentiable
 from flce_dist.divergence.pair import Teacher, TeacherOperands
@@ -171,7 +171,7 @@ def _prepared(
         own = replace(arguments.options, vocab_size=call.vocab_size)
         of_tokens = tempered(arguments.temperature, student.labels)
         ordered, _ = settled(arguments._replace(temperature=of_tokens, options=own))
-        teachers_call, flat = prepare(ordered, [False, False, False])
+        teachers_call, flat = prepare(ordered, NO_GRADIENT)
     teachers = TeacherOperands(*flat[:3], flat.inverse_temperature)
     described = Teacher(
         teachers_call,

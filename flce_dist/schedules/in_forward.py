@@ -143,7 +143,7 @@ class InForward(Sizes):
                 if cache is None:
                     lender = gradients.dweight if is_first else None
                     cache = self._chunk_cache(call, tokens[1] - tokens[0], device, lender)
-                of_chunk, dlogits = self._taken(forward_pass, tokens, cache, factors, done)
+                of_chunk, chunk = self._taken(forward_pass, tokens, cache, factors, done)
                 added.append(of_chunk)
                 if is_first:
                     cache = None  # later chunks, of one size but for the last, share another
@@ -151,8 +151,8 @@ class InForward(Sizes):
                 if upcoming is not None:
                     forward_pass = upcoming  # frees hidden states, unless the gradients read them
                     forward_pass.begin_label_logits()
-                gradients.add(dlogits, section)
-                del dlogits  # the first cache is freed before the other is allocated
+                gradients.add(chunk, section)
+                del chunk  # the first cache is freed before the other is allocated
             done += call.T
         return added
 
@@ -176,7 +176,7 @@ class InForward(Sizes):
         metrics = forward_pass.metrics(stats, tokens)
         rows, elements = factors(stats, logits, (done + first, done + last))
         reads_hidden = call.needs.weight or cache.width < call.V
-        dlogits = Chunk(
+        chunk = Chunk(
             tokens=tokens,
             labels=logits.labels,
             rows=rows,
@@ -188,7 +188,7 @@ class InForward(Sizes):
             elements=elements,
             n_counted=logits.n_counted,
         )
-        return OfChunk(stats, loss, metrics), dlogits
+        return OfChunk(stats, loss, metrics), chunk
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         def new(x: Tensor | None, dtype: torch.dtype, needed: bool) -> Tensor | None:
@@ -200,14 +200,13 @@ class InForward(Sizes):
         reduction = call.options.reduction
         weighs = operands.token_weight is not None and reduction != "none"
         late_norm = call.is_fp16 and (reduction == "mean" or weighs)
+        of_each = reduction == "none"
         return SavedGradients(
-            hidden.new_empty((), dtype=call.stats_dtype) if late_norm else None,
-            new(hidden, saved_dtype(call.dtype), call.needs.hidden),
-            new(operands.trained, saved_dtype(call.dtype), call.needs.weight),
-            new(bias, call.stats_dtype, call.needs.bias),
-            hidden.new_empty(hidden.shape[0], dtype=labels.dtype)
-            if call.options.reduction == "none"
-            else None,
+            norm=hidden.new_empty((), dtype=call.stats_dtype) if late_norm else None,
+            dhidden=new(hidden, saved_dtype(call.dtype), call.needs.hidden),
+            dweight=new(operands.trained, saved_dtype(call.dtype), call.needs.weight),
+            dbias=new(bias, call.stats_dtype, call.needs.bias),
+            labels=hidden.new_empty(len(hidden), dtype=labels.dtype) if of_each else None,
         )
 
     def backward(self, request: Backward) -> Results:
