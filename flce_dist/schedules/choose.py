@@ -65,12 +65,12 @@ def choose_schedule(
     """
     shape = _Shape(T, V, itemsize, converts, *dweight_row_bytes)
     if schedule == "cached":
-        return _windows(shape, True, max_logits_bytes, max_logits_bytes)
+        return _windows(shape, max_logits_bytes, max_logits_bytes, caches=True)
     if schedule == "recompute":
-        return _windows(shape, False, max_logits_bytes, max_logits_bytes)
+        return _windows(shape, max_logits_bytes, max_logits_bytes, caches=False)
     default = DEFAULT_LOGITS_BYTES
     if schedule == "auto" and not expressible:
-        return _windows(shape, False, max_logits_bytes or default, max_logits_bytes)
+        return _windows(shape, max_logits_bytes or default, max_logits_bytes, caches=False)
     if frozen:
         return _in_forward(shape, max_logits_bytes or FROZEN_LOGITS_BYTES)
     if schedule == "in_forward" and (max_logits_bytes is not None or not shape.row):
@@ -79,16 +79,20 @@ def choose_schedule(
     caches = schedule == "auto"
     reduces = reduces or schedule == "in_forward"
     budget = max_logits_bytes or max(default, _spares_a_gemm(shape, reduces))
-    found = None
+    once = None
     if max_logits_bytes is None:
-        found = _computing_once(shape, default, None, caches, reduces, accumulates=False)
-    if found is None:
-        found = _computing_once(shape, budget, max_logits_bytes, caches, reduces, accumulates=True)
-    if found is not None:
-        return found
-    return (
-        _windows(shape, True, budget, max_logits_bytes) if caches else _in_forward(shape, default)
-    )
+        once = _computing_once(
+            shape, default, None, caches=caches, reduces=reduces, accumulates=False
+        )
+    if once is None:
+        once = _computing_once(
+            shape, budget, max_logits_bytes, caches=caches, reduces=reduces, accumulates=True
+        )
+    if once is not None:
+        return once
+    if caches:
+        return _windows(shape, budget, max_logits_bytes, caches=True)
+    return _in_forward(shape, default)
 
 
 class _Shape(NamedTuple):
@@ -105,7 +109,13 @@ class _Shape(NamedTuple):
 
 
 def _computing_once(
-    shape: _Shape, budget: int, limit: int | None, caches: bool, reduces: bool, *, accumulates: bool
+    shape: _Shape,
+    budget: int,
+    limit: int | None,
+    *,
+    caches: bool,
+    reduces: bool,
+    accumulates: bool,
 ) -> Plan | None:
     """Return a plan within ``budget`` that computes no logits again; None if there is none.
 
@@ -114,7 +124,7 @@ def _computing_once(
     chunks of tokens that cost a pass over dweight's accumulator each.
     """
     if caches:
-        windows = _windows(shape, True, budget, limit)
+        windows = _windows(shape, budget, limit, caches=True)
         if windows.cached_v == shape.V:
             return windows
     in_forward = _auto_in_forward(shape, budget) if reduces else None
@@ -144,7 +154,7 @@ def _widest_window(shape: _Shape) -> int:
     return min(_MAX_WINDOW, max(_MIN_WINDOW, _round_down(_WINDOW_BYTES // shape.column_bytes)))
 
 
-def _windows(shape: _Shape, caches: bool, budget: int | None, limit: int | None) -> Windows:
+def _windows(shape: _Shape, budget: int | None, limit: int | None, *, caches: bool) -> Windows:
     """Cache as many columns as fit into ``budget`` beside a window, or none."""
     T = shape.T
     V = shape.V
@@ -186,7 +196,10 @@ def _in_forward(shape: _Shape, budget: int) -> InForward:
 
     A first chunk that lends is longer than the others only as far as that saves a chunk.
     """
-    T, V, itemsize, converts = shape[:4]
+    T = shape.T
+    V = shape.V
+    itemsize = shape.itemsize
+    converts = shape.converts
     window = max(1, min(_MIN_WINDOW, V))
     held = V + (window if converts else 0)
     chunk = budget // max(1, held * itemsize)
@@ -210,7 +223,9 @@ def _in_forward(shape: _Shape, budget: int) -> InForward:
 
 def _lend(shape: _Shape, first_t: int, chunk_t: int, budget: int) -> InForward | None:
     """Fit a first chunk into ``budget`` by lending it dweight's memory; None if it does not fit."""
-    T, V, itemsize = shape[:3]
+    T = shape.T
+    V = shape.V
+    itemsize = shape.itemsize
     row_bytes = shape.row
     most_recomputed = round(V * _MOST_RECOMPUTED)
     later_bytes = 0
