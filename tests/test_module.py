@@ -160,6 +160,17 @@ def test_repr_shows_the_shard_and_the_options():
     assert "ignore_index" not in text
 
 
+def test_logits_under_autocast_are_those_of_a_linear_layer():
+    layer = LinearCrossEntropy(8, 16, bias=True)
+    torch.nn.init.normal_(layer.bias)
+    hidden = torch.randn(4, 8)
+    linear = torch.nn.functional.linear
+    with torch.autocast("cpu", torch.bfloat16):
+        z, expected = layer.logits(hidden), linear(hidden, layer.weight, layer.bias)
+    assert z.dtype == expected.dtype == torch.bfloat16
+    assert (z - expected).abs().max() < 0.1  # some roundings of bf16
+
+
 @pytest.mark.parametrize(("changes", "error", "message"), [
     ({"hidden_size": True}, ValueError, r"hidden_size must be an int .*, got True"),
     ({"padded_vocab_size": 500}, ValueError, r"padded_vocab_size .* vocab_size = 507, got 500"),

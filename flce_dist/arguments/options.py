@@ -98,10 +98,13 @@ class LossOptions:
         return is_rounded and computes_logits and label_share**2 * vocab_size < 1
 
     def logits_of(self, product: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the logits of ``product``, hidden times weight, by PyTorch and with a graph."""
+        """Return the logits of ``product``, hidden times weight, by PyTorch and with a graph.
+
+        They have its dtype, which under autocast is not that of the bias.
+        """
         z = product * self.logit_scale
         if bias is not None:
-            z = z + bias
+            z = z + bias.to(z.dtype)
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
