@@ -133,7 +133,7 @@ class Gradients:
                 dhidden.add(start, end, d)
             parameters.add(start, end, d)
         if dhidden is not None:
-            dhidden.finish()
+            dhidden.dweight_done()
 
     def dhidden_of(self, chunk: Chunk, rows: RowGradient) -> ChunkOfHidden | None:
         """Begin dhidden of a chunk, if it is needed; ``rows`` say which scales its D lacks."""

@@ -110,7 +110,6 @@ class ChunkOfHidden:
         self._rows = rows
         call = gradient.call
         self._product = product_of(call, chunk)
-        self._is_finished = False
         share = rows_of(gradient.sum.tokens, *chunk.tokens)
         self.scratch: Tensor | None = None
         if gradient.keeps_fp32 and not call.reduces_dhidden:
@@ -124,18 +123,20 @@ class ChunkOfHidden:
         weight = rows_of(self._gradient.weight, start, end)
         self._product(d, weight, sums_tokens=False, out=self.acc, adds=start > 0)
         if end == self._gradient.call.V:
-            self.end_columns()
+            self.columns_done()
 
-    def end_columns(self) -> None:
-        """Nothing more is added: finish now, so that the sum over ranks overlaps dweight."""
+    def columns_done(self) -> None:
+        """Finish if nothing needs ``scratch``, so that the sum over ranks overlaps dweight."""
         if self.scratch is None:
             self.finish()
 
+    def dweight_done(self) -> None:
+        """Finish if that was left until dweight has used ``scratch``."""
+        if self.scratch is not None:
+            self.finish()
+
     def finish(self) -> None:
-        """Round what is added into this rank's share, once; the last chunk starts the sum."""
-        if self._is_finished:
-            return
-        self._is_finished = True
+        """Round the accumulator into this rank's share; after the last chunk start the sum."""
         call = self._gradient.call
         rows = self._rows
         plus = None

@@ -247,7 +247,7 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
         if dhidden is not None:
             kernels.add_kept_dhidden(d, weight, lists, turn, dhidden.acc)
             if turn == lists.rounds - 1:
-                dhidden.end_columns()
+                dhidden.columns_done()
         if gradients.dweight is not None:
             if turn == 0:
                 # Ignored rows of gathered hidden may be cleared in place: D of these rows is 0.
@@ -270,7 +270,7 @@ def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
         if dbias is not None:
             kernels.add_kept_dbias(d, rows.scale, lists, turn, dbias)
     if dhidden is not None:
-        dhidden.finish()
+        dhidden.dweight_done()
     if dbias is not None:
         if rows.uniform is not None:
             dbias += rows.uniform.sum()

@@ -201,12 +201,13 @@ class InForward(Sizes):
         weighs = operands.token_weight is not None and reduction != "none"
         late_norm = call.is_fp16 and (reduction == "mean" or weighs)
         of_each = reduction == "none"
+        rows = hidden.shape[0]  # len would make a symbolic size a number
         return SavedGradients(
             norm=hidden.new_empty((), dtype=call.stats_dtype) if late_norm else None,
             dhidden=new(hidden, saved_dtype(call.dtype), call.needs.hidden),
             dweight=new(operands.trained, saved_dtype(call.dtype), call.needs.weight),
             dbias=new(bias, call.stats_dtype, call.needs.bias),
-            labels=hidden.new_empty(len(hidden), dtype=labels.dtype) if of_each else None,
+            labels=hidden.new_empty(rows, dtype=labels.dtype) if of_each else None,
         )
 
     def backward(self, request: Backward) -> Results:
