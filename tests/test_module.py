@@ -162,6 +162,7 @@ def test_repr_shows_the_shard_and_the_options():
 
 def test_logits_under_autocast_are_those_of_a_linear_layer():
     layer = LinearCrossEntropy(8, 16, bias=True)
+    assert layer.bias is not None
     torch.nn.init.normal_(layer.bias)
     hidden = torch.randn(4, 8)
     linear = torch.nn.functional.linear
