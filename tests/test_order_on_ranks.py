@@ -1,4 +1,4 @@
-"""The sum of dhidden over ranks begins before the last GEMM of dweight, which it overlaps."""
+"""Order of one backward on several ranks: when dhidden is summed, and hidden is overwritten."""
 
 import threading
 from collections import defaultdict
@@ -6,12 +6,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from flce_dist.kernels import gemm
 from flce_dist.parallel.collectives import CollectiveScatter, CollectiveSum
 from flce_dist.testing import run_ranks
-from tests.parallel_problem import EVEN, SCHEDULES, rank_step
+from tests.parallel_problem import EVEN, SCHEDULES, misses, on_threads, plan_sizes, rank_step
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -39,3 +40,19 @@ def test_the_sum_of_dhidden_begins_before_the_last_dweight(schedule, sequence_pa
         assert events.count("sum") == 1
         after = events[events.index("sum") :]
         assert "dhidden" not in after and after.count("dweight") > 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float16, {"schedule": "cached"}),
+        (torch.float32, {"schedule": "in_forward", "max_logits_bytes": 20_000}),
+    ],
+    ids=str,
+)
+def test_gathered_hidden_states_are_scaled_once_for_all_windows(dtype, options):
+    """Of a cache in another dtype, or in two parts; the first window overwrites them."""
+    problem = EVEN.changed(dtype=dtype)
+    with plan_sizes(tile=8, min_window=8, max_window=32):
+        found = on_threads(2, problem, sequence_parallel=True, **options)
+    assert not misses(found, problem)
