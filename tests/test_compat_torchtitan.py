@@ -220,7 +220,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"tp_group": None}, TypeError, "unexpected keyword argument 'tp_group'"),
     ({"schedule": "inforward"}, ValueError, "^schedule must be one of"),
     ({"label_smoothing": "0.1"}, ValueError, "^label_smoothing must be a float"),
-    ({"reduce_in_fp32": True}, ValueError, "drop one of the two"),
+    ({"reduce_in_fp32": True}, TypeError, "unexpected keyword argument 'reduce_in_fp32'"),
 ]
 
 

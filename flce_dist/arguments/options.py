@@ -152,10 +152,11 @@ class TransformersOptions(_Work, _Loss, _Sums, total=False):
     vocab_size: int | None
 
 
-class TorchtitanOptions(_Work, _Loss, _Logits, _Sums, total=False):
+class TorchtitanOptions(_Work, _Loss, _Logits, total=False):
     """Of the loss of torchtitan."""
 
     ignore_index: int
+    tp_invariant: bool
 
 
 class MegatronOptions(_Work, _Loss, _Logits, total=False):

@@ -26,6 +26,7 @@ _FIXED: dict[str, Any] = {
     "sequence_parallel": False,
     "sequence_dim": 0,
     "reduce_dhidden": False,
+    "reduce_in_fp32": False,
     "accumulate_dweight": False,
 }
 """Options that torchtitan's trainer and its mesh decide."""
@@ -39,8 +40,8 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
         """``options`` are keywords of ``linear_cross_entropy``, checked here and by ``build``.
 
         Not those that the trainer decides: reduction, vocab_size, vocab_range, sequence_parallel,
-        sequence_dim, reduce_dhidden and accumulate_dweight. Another name raises a TypeError, a
-        wrong value a ValueError or NotImplementedError.
+        sequence_dim, reduce_dhidden, reduce_in_fp32 and accumulate_dweight. Another name raises a
+        TypeError, a wrong value a ValueError or NotImplementedError.
         """
 
         options: dict[str, Any] = field(default_factory=dict)
