@@ -38,7 +38,8 @@ for dtype in (torch.float16, torch.bfloat16):
     nearest = x.to(dtype)
     kept_bits = 10 if dtype == torch.float16 else 7
     toward_zero = (x.double() * 2**kept_bits).floor() / 2**kept_bits
-    print(f"{dtype}: torch's sum is {nearest.double().sum() / x.double().sum():.5f} of the exact one")
+    torch_ratio = (nearest.double().sum() / x.double().sum()).item()
+    print(f"{dtype}: torch's sum is {torch_ratio:.5f} of the exact one")
     for rounding in ("store", "default", "rtne", "rtz"):
         out = torch.empty(SIZE, dtype=dtype)
         cast[(1,)](x, out, SIZE, rounding)
@@ -49,7 +50,7 @@ for dtype in (torch.float16, torch.bfloat16):
             is_as_described &= torch.equal(out.double(), toward_zero) and others > SIZE / 3
         else:
             is_as_described &= others == 0
-    is_as_described &= abs(nearest.double().sum() / x.double().sum() - 1).item() < 1e-4
+    is_as_described &= abs(torch_ratio - 1) < 1e-4
 sys.exit(0 if is_as_described else "the interpreter rounds to bf16 differently now")
 PROGRAM
 TRITON_INTERPRET=1 "$folder/venv/bin/python" "$folder/program.py"
