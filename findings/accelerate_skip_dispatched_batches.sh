@@ -54,7 +54,7 @@ for dataset, dispatch_batches, split_batches in (
     loader = accelerator.prepare(DataLoader(dataset, batch_size=BATCH_SIZE))
     epoch = steps(loader)
     rest = steps(accelerator.skip_first_batches(loader, DONE))
-    again = sorted(set(sum(epoch[:DONE], [])) & set(sum(rest, [])))
+    again = sorted(set().union(*epoch[:DONE]) & set().union(*rest))
     if accelerator.is_main_process:
         print(f"{type(dataset).__name__}, {dispatch_batches=}, {split_batches=}:", end=" ")
         print(f"{len(epoch)} steps, {DONE} of them done, {len(rest)} left")
