@@ -18,7 +18,7 @@ from flce_dist.arguments.check_options import (
     check_rows,
     known_shards,
 )
-from flce_dist.arguments.check_tensors import check_group, check_tensors, check_tokens
+from flce_dist.arguments.check_tensors import check_group, check_tensors, check_tokens, is_dense
 from flce_dist.arguments.decide import planned
 from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.low_rank import check_factors, check_pair
@@ -236,7 +236,7 @@ def _sizes_of(name: str, x: Any, dtype: torch.dtype) -> Tensor:
     if isinstance(x, DTensor):
         raise ValueError(f"{name} must be a tensor or a shape, got a DTensor: pass its local shape")
     if isinstance(x, Tensor):
-        if x.is_nested or x.layout != torch.strided:
+        if not is_dense(x):
             return x  # for check_tensors, which refuses it
         dtype = x.dtype
         device = x.device
@@ -251,7 +251,7 @@ def _sizes_of(name: str, x: Any, dtype: torch.dtype) -> Tensor:
 
 def _stand_in(x: Any, device: torch.device) -> Any:
     """Return what stands for a tensor of a number for each token, if it is one with metadata."""
-    if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided:
+    if not isinstance(x, Tensor) or not is_dense(x):
         return x
     element = torch.empty((), dtype=x.dtype, device=device if x.is_meta else x.device)
     return element.requires_grad_(x.requires_grad).expand(x.shape)

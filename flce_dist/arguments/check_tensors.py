@@ -9,6 +9,8 @@ from flce_dist.arguments.options import LossOptions
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LABELS = (torch.int64, torch.int32)
+OF_GRADIENTS = "; the gradient of each has the dtype that was passed"
+"""What a complaint about dtypes ends with, unless its tensors get no gradient."""
 
 
 def check_tensors(
@@ -69,8 +71,8 @@ def check_one_dtype(hidden: Tensor, **operands: Tensor | None) -> None:
         if x is not None and x.dtype != hidden.dtype:
             raise ValueError(
                 f"{name} must have hidden's dtype {hidden.dtype}, got {x.dtype}: pass "
-                f"{name}.to({hidden.dtype}) or hidden.to({x.dtype}), or call under torch.autocast; "
-                "the gradient of each has the dtype that was passed"
+                f"{name}.to({hidden.dtype}) or hidden.to({x.dtype}), or call under torch.autocast"
+                + OF_GRADIENTS
             )
 
 
@@ -84,7 +86,7 @@ def check_tensor(
     """Check that x is a dense tensor of one of the dtypes, on the device of ``like`` if given."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.is_nested or x.layout != torch.strided:
+    if not is_dense(x):
         layout = "a nested tensor" if x.is_nested else x.layout
         raise ValueError(f"{name} must be a dense tensor (torch.strided), got {layout}")
     if x.dtype not in dtypes:
@@ -97,6 +99,11 @@ def check_tensor(
             f"{name} must be on {name_of_like}'s {like.device}, got {x.device}: pass "
             f"{name}.to({name_of_like}.device)"
         )
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether x is neither nested nor sparse, so that its shape and strides say where it lies."""
+    return not x.is_nested and x.layout == torch.strided
 
 
 def check_group(

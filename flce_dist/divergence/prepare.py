@@ -16,6 +16,7 @@ from flce_dist.arguments.check_options import check_range
 from flce_dist.arguments.check_tensors import (
     FLOATS,
     LABELS,
+    OF_GRADIENTS,
     check_bias,
     check_shapes,
     check_tensor,
@@ -43,7 +44,6 @@ from flce_dist.parallel.vocab import largest_shard
 _IGNORED = -100  # label of ignored tokens from here on; that of others is 0
 _NAMED_ALIKE = re.compile(r"\b(hidden|weight|bias|temperature|vocab_range|logit_scale|softcap)\b")
 """Arguments that a teacher has, too, by the names of the student's."""
-_OF_GRADIENTS = "; the gradient of each has the dtype that was passed"
 
 
 class TeacherArguments(NamedTuple):
@@ -197,7 +197,7 @@ def _named_as_the_teachers() -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError) as error:
-        words = str(error).removesuffix(_OF_GRADIENTS)  # a teacher's tensors get none
+        words = str(error).removesuffix(OF_GRADIENTS)  # a teacher's tensors get none
         raise type(error)(_NAMED_ALIKE.sub(r"teacher_\1", words)) from None
 
 
