@@ -230,6 +230,13 @@ def test_ranks_begin_in_the_modes_of_the_caller(mode, backend):
         assert run_ranks(modes, 2, backend=backend) == 2 * [modes(dist.group.WORLD)]
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
+def test_a_thread_runs_the_backward_of_its_rank(mode):
+    """On GPUs, too, where autograd's threads would make collectives of no group."""
+    with mode():
+        assert run_ranks(lambda _: torch._C._is_multithreading_enabled(), 2) == [False, False]
+
+
 # --- the error budget passes what rounds as eager does, and nothing that is wrong
 
 
