@@ -1,7 +1,7 @@
 """Compile the kernels of tiles for GPUs that are not here; prints one JSON object per kernel.
 
-Run by test_compile.py in a process of its own, since triton is either interpreted or not, for
-good, from its first import.
+Run by test_compile.py in processes of its own, since triton is either interpreted or not, for
+good, from its first import. A process for each core takes one chip and dtype at a time.
 """
 
 import json
@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -111,7 +112,7 @@ def report(kernel: Any, name: str, arch: str, **facts: Any) -> None:
         "tcgen05": "tcgen05.mma" in ptx,
         "orders": sorted(orders_of_a_group(kernel.asm["ttgir"])),
     }
-    print(json.dumps(facts), flush=True)
+    print(json.dumps(facts) + "\n", end="", flush=True)  # at once: other processes print, too
 
 
 def compile_for(arch: str, itemsize: int) -> None:
@@ -144,6 +145,7 @@ def compile_for(arch: str, itemsize: int) -> None:
 
 
 def main() -> None:
-    for arch, itemsize in tuning.TILES:
-        if arch != tuning.INTERPRETED:
-            compile_for(arch, itemsize)
+    targets = [target for target in tuning.TILES if target[0] != tuning.INTERPRETED]
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for _ in pool.map(compile_for, *zip(*targets, strict=True)):
+            pass

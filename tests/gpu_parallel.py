@@ -35,7 +35,9 @@ CHECKS: dict[str, Check] = {
     "streams": parallel_device_checks.other_streams,
     "devices": parallel_device_checks.another_device,
     "graphs": parallel_device_checks.captured,
-    "verify": parallel_checks.of_verify,
+    "filtered": parallel_checks.filtered_and_counted,
+    "scores": parallel_checks.scores,
+    "divergences": parallel_checks.best_and_divergences,
     "best_ids": parallel_best_checks.best_ids,
     "empty": parallel_checks.nothing_to_compute,
     "subgroups": parallel_checks.subgroups,
@@ -46,8 +48,8 @@ CHECKS: dict[str, Check] = {
     "collectives": parallel_checks.without_peer_copies,
     "first_call": parallel_checks.ranks_that_disagree,
 }
-# On a CPU test_compiled_on_ranks.py and test_verify.py have two of them.
-GPU_ONLY = ("devices", "host", "collectives", "compile", "verify")
+# On a CPU test_compiled_on_ranks.py and test_verify.py have four of them.
+GPU_ONLY = ("devices", "host", "collectives", "compile", "filtered", "scores", "divergences")
 # What one hardware queue for all streams could reorder or let hang: copies beside other work.
 BESIDE_OTHER_WORK = ("bits", "streams", "graphs", "subgroups", "heads")
 

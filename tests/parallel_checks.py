@@ -6,7 +6,7 @@ meaning on a CPU over gloo, too.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -66,17 +66,11 @@ def gradients_against_fp64(ranks: Ranks) -> Iterator[str]:
     return against_fp64(ranks, problems(ranks.device), lambda one: ways(one, ranks.P))
 
 
-def of_verify(ranks: Ranks) -> Iterator[str]:
-    """What ``launch.verify`` has besides: filtered, scores, ids, divergences, counted tokens."""
+def verified(ranks: Ranks, variants: Iterable[cases.Variant]) -> Iterator[str]:
+    """What ``launch.verify`` checks of these."""
     P = ranks.P
     device = ranks.device
-    besides = (
-        *cases.filtered_variants(),
-        *cases.score_variants(),
-        *cases.best_variants(),
-        *cases.divergence_variants(),
-    )
-    for variant in (*besides, *(x for x in cases.variants() if x.counted)):
+    for variant in variants:
         shape = cases.filtered_shape(P) if variant.filtered else cases.Shape(33, 123, 507)
         data = make_data(variant, shape, P, problem(device).dtype, device, seed=0)
         for case in cases.cases(variant, ("recompute", "cached"), P, None):
@@ -84,6 +78,22 @@ def of_verify(ranks: Ranks) -> Iterator[str]:
             found = run_case(case, data, truth, ranks.group, None)
             missed = (f"{name}: {check}" for name, check in found.items() if not check.met)
             yield from said(f"{variant.title}, {case.name}", missed)
+
+
+def filtered_and_counted(ranks: Ranks) -> Iterator[str]:
+    """Filtered gradients, and losses of the tokens that count."""
+    counted = (variant for variant in cases.variants() if variant.counted)
+    return verified(ranks, [*cases.filtered_variants(), *counted])
+
+
+def scores(ranks: Ranks) -> Iterator[str]:
+    """Log-probabilities at chosen ids, of the vocabulary and of these ids alone."""
+    return verified(ranks, cases.score_variants())
+
+
+def best_and_divergences(ranks: Ranks) -> Iterator[str]:
+    """Best ids, ranks of labels and samples; divergences from a teacher."""
+    return verified(ranks, [*cases.best_variants(), *cases.divergence_variants()])
 
 
 def nothing_to_compute(ranks: Ranks) -> Iterator[str]:

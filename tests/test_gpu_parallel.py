@@ -36,7 +36,9 @@ def all_passed(names: Sequence[str], world_size: int) -> str:
 AT_ONCE = (
     ("memory", "gradients"),
     ("bits", "streams", "devices", "graphs", "host"),
-    ("verify", "compile", "collectives", "first_call"),
+    ("filtered", "compile"),
+    ("scores", "collectives", "first_call"),
+    ("divergences",),
     ("best_ids", "empty", "subgroups", "heads", "checkpointing"),
 )
 """Checks of one torchrun each, side by side: with cold caches they mostly compile."""
