@@ -75,7 +75,9 @@ class PluggedLayer:
 
     def computed(self: Any, hidden: Tensor, compute: Callable[[Tensor], Any]) -> Any:
         """Call the layer with ``compute`` for the forward that tensor parallelism has given it."""
-        own = vars(self).pop("forward", None)
+        own = vars(self)["forward"] if "forward" in vars(self) else None
+        if own is not None:
+            del self.forward
         self.set_aside = own
         try:
             return nn.Module.__call__(self, hidden, compute=compute)
