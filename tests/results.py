@@ -34,6 +34,7 @@ from flce_dist.arguments.options import ScheduleName
 from flce_dist.launch.verify.__main__ import DTYPES
 from flce_dist.launch.verify.report import share_of_budget
 from flce_dist.launch.write import write_json
+from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.testing import ErrorBudget
 
 ROOT = Path(__file__).parent.parent
@@ -43,7 +44,7 @@ USUAL = {"impl": "triton", "mode": "forward_backward", "max_logits_bytes": None,
 TABLE = re.compile(r"(?<=^<!-- table: )(.*?)( -->\n\n)((?:\|.*\n)*)", re.M)
 RANGE = re.compile(r"([\d.e-]+)(\s+to\s+)?([\d.e-]*)<!--([\w-]+)-->")
 COMMIT = re.compile(
-    r"(?<=ommit[ \n])[0-9a-f]{7}(?=,?\s+\(?\[[^\]]+\]\((?:docs/)?results/([\w-]+)\.json\))"
+    r"(?<=ommit[ \n])[0-9a-f]{7,}(?=,?\s+\(?\[[^\]]+\]\((?:docs/)?results/([\w-]+)\.json\))"
 )
 
 
@@ -243,7 +244,12 @@ def show(new: Path) -> None:
             files = [new / f"{name}.json" for name in names]
             if any(file.exists() for file in files):
                 files = [file if file.exists() else FILES / file.name for file in files]
-                for figure in draw(files, Path(folder)):
+                try:
+                    figures = draw(files, Path(folder))
+                except ConfigError as error:
+                    print(f"not drawn: {error}")
+                    continue
+                for figure in figures:
                     if (FILES / figure.name).exists():
                         shutil.copy(figure, FILES)
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,22 @@ def test_an_overview_has_time_and_memory_of_each_number_of_ranks():
     assert [bar.get_width() for bar in times_on_two.patches] == [10.5, 20.0]
     assert_readable(figure)
     assert overview([DIAL]) is None
+
+
+def test_an_overview_names_the_commits_of_all_its_files(tmp_path, monkeypatch):
+    captions = {}
+
+    def note(path: Path, figure: Any, **_: Any) -> None:
+        captions[path.stem] = figure.get_supxlabel()
+
+    monkeypatch.setattr(plot, "write_figure", note)
+    of_step = [*GRADIENTS, record("triton", 10.5, schedule="auto", workspace_mib=50.0)]
+    on_two = [replace(r, P=2) for r in of_step]
+    write_results(tmp_path / "one", ABOUT, of_step)
+    write_results(tmp_path / "two", {**ABOUT, "commit": "def5678"}, on_two)
+    plot.draw([tmp_path / "one.json", tmp_path / "two.json"], tmp_path)
+    assert "commit abc1234 and def5678," in captions["one-overview"]
+    assert "commit abc1234," in captions["one-memory"]
 
 
 def test_memory_names_what_is_wrong_or_failed():

@@ -221,8 +221,8 @@ def _modes_of_caller() -> Callable[[ExitStack], None]:
     ]
 
     def enter(stack: ExitStack) -> None:
-        # inference_mode(False) turns autograd's own threads on again. They run backward on GPUs, and
-        # do not know whose group it is.
+        # inference_mode(False) turns autograd's own threads on again, which run backward on GPUs
+        # and do not know whose group it is.
         if inference:
             stack.enter_context(torch.inference_mode())
         stack.enter_context(torch.set_grad_enabled(grad))

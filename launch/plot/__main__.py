@@ -72,14 +72,25 @@ def draw(results: list[Path], out: Path) -> list[Path]:
         figures[out / f"{path.stem}-scaling.png"] = figure, {**about, "ranks": 1}
     for files in by_hardware.values():
         path, about, _ = files[0]
+        about = {**about, **_code_of(files), "ranks": 1}
         figure = overview([records for _, _, records in files])
-        figures[out / f"{path.stem}-overview.png"] = figure, {**about, "ranks": 1}
+        figures[out / f"{path.stem}-overview.png"] = figure, about
     drawn = {path: (figure, about) for path, (figure, about) in figures.items() if figure}
     for path, (figure, about) in drawn.items():
         below = caption(about, figure.get_figwidth())
         figure.supxlabel(below, fontsize=7, color="dimgray")
         write_figure(path, figure, dpi=130)
     return list(drawn)
+
+
+def _code_of(files: list[ResultFile]) -> dict[str, str | None]:
+    """Return the versions and commits of all these files."""
+
+    def of_all(key: str) -> str | None:
+        values = dict.fromkeys(about[key] for _, about, _ in files if about.get(key))
+        return " and ".join(values) or None
+
+    return {"flce_dist": of_all("flce_dist"), "commit": of_all("commit")}
 
 
 if __name__ == "__main__":
