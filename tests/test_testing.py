@@ -256,6 +256,18 @@ def test_the_error_budget():
         assert_within_budget(eager * 1.1, reference, eager * torch.nan)
 
 
+@pytest.mark.parametrize("scale", [1e-300, 1e-200, 1.0, 1e200, 1e300])
+def test_errors_are_relative_however_small_or_large_the_reference(scale):
+    """In fp64 squares of a number below 1e-162 are 0, and of one above 1e154 infinite."""
+    reference = scale * torch.linspace(-1, 1, 16, dtype=torch.float64)
+    assert_within_budget(reference * (1 + 1e-16), reference, reference)
+    assert relative_rms(reference * 1.01, reference) == pytest.approx(0.01)
+    one_nan = reference.index_fill(0, torch.tensor([3]), torch.nan)
+    for wrong in (0 * reference, reference * 1.01, torch.ones(16), one_nan, reference / 0):
+        with pytest.raises(AssertionError, match="exceeds budget"):
+            assert_within_budget(wrong, reference, reference)
+
+
 def test_zeros_are_met_by_zeros_only():
     zeros, empty = torch.zeros(3), torch.empty(0, 4)
     assert_within_budget(empty, empty.double(), empty)
