@@ -27,6 +27,7 @@ from flce_dist.arguments.options import (
 )
 from flce_dist.arguments.passed import Arguments, tempered
 from flce_dist.arguments.rank_check import refusals_told, told_if_unbound
+from flce_dist.core.autograd import refuse_tracing
 from flce_dist.parallel import collectives
 from flce_dist.parallel.upstream import serial_of_call, upstream_of_mean
 
@@ -132,6 +133,7 @@ def _check_tokens(
 ) -> None:
     """Check what is gathered, before ranks compare it."""
     with refusals_told(FUNCTION, data_group, hidden):
+        refuse_tracing(FUNCTION, hidden)
         for name, x in {"hidden": hidden, **of_tokens}.items():
             if isinstance(x, DTensor):
                 raise ValueError(
