@@ -20,7 +20,7 @@ from flce_dist.arguments.options import (
 from flce_dist.arguments.passed import Arguments, in_callers_order, settled, tempered
 from flce_dist.arguments.prepare import counted_operands, prepare
 from flce_dist.arguments.rank_check import check_alike, refusals_told, told_if_unbound
-from flce_dist.core.autograd import differentiable, refuse_transforms
+from flce_dist.core.autograd import differentiable, refuse_tracing
 from flce_dist.core.call import Call, LossWithMetrics, Operands
 
 
@@ -258,7 +258,7 @@ def apply(
     with refusals_told(function, arguments.tp_group, arguments.hidden):
         if arguments.may_have_dtensors:
             arguments = localized(arguments)
-        refuse_transforms(function)
+        refuse_tracing(function, arguments.hidden)
         last_columns = None
         low_rank_columns = 0
         if low_rank is not None:

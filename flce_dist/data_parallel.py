@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
 from flce_dist.api import apply
@@ -19,7 +20,6 @@ from flce_dist.arguments.check_tensors import (
 from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.gather_alike import FUNCTION, gathered_tokens
 from flce_dist.arguments.options import (
-    OWN_SUM,
     DataParallelOptions,
     LossOptions,
     Reduction,
@@ -27,6 +27,7 @@ from flce_dist.arguments.options import (
 )
 from flce_dist.arguments.passed import Arguments, tempered
 from flce_dist.arguments.rank_check import refusals_told, told_if_unbound
+from flce_dist.core.autograd import refuse_tracing
 from flce_dist.parallel import collectives
 from flce_dist.parallel.upstream import serial_of_call, upstream_of_mean
 
@@ -97,6 +98,7 @@ def data_parallel_linear_cross_entropy(
                 reduce_dhidden=True,
                 sequence_parallel=data_group is not None,
                 sequence_dim=0,
+                data_parallel=True,
             )
         )
         check_group(data_group, False, "data_group")
@@ -114,8 +116,7 @@ def data_parallel_linear_cross_entropy(
     if reduction == "mean":
         counted = of_tokens["labels"] != checked.ignore_index
         of_tokens["token_weight"], norm = _mean_as_sum(counted, of_tokens["token_weight"], P)
-    if reduction != "none":
-        checked = replace(checked, reduction=OWN_SUM)
+        checked = replace(checked, reduction="sum")
     if flat.requires_grad:
         flat.register_hook(lambda dhidden: dhidden * P)  # of the own loss, not of the mean
     call = Arguments(flat, weight, bias=bias, options=checked, tp_group=data_group, **of_tokens)
@@ -132,6 +133,13 @@ def _check_tokens(
 ) -> None:
     """Check what is gathered, before ranks compare it."""
     with refusals_told(FUNCTION, data_group, hidden):
+        refuse_tracing(FUNCTION, hidden)
+        for name, x in {"hidden": hidden, **of_tokens}.items():
+            if isinstance(x, DTensor):
+                raise ValueError(
+                    f"{name} must be a plain tensor of this rank's tokens, got a DTensor: pass "
+                    f"{name}.to_local()"
+                )
         check_tensor("hidden", hidden, FLOATS)
         flat = hidden.reshape(-1, *hidden.shape[-1:])
         if not isinstance(of_tokens["temperature"], Tensor):

@@ -69,8 +69,9 @@ class LinearCrossEntropy(VocabShard):
     whole parameters. ``copy.deepcopy`` shares the group.
 
     So does ``state_dict`` of a ``torch.optim.Optimizer`` of its parameters, from the first step on:
-    moments are saved with one P and loaded with another, too. A state that is neither a number nor
-    of its parameter's shape, such as Adafactor's, is refused there.
+    moments are saved with one P and loaded with another, too. Of a copied or unpickled optimizer,
+    with which torch copies no hooks, it does from its own first step on. A state that is neither a
+    number nor of its parameter's shape, such as Adafactor's, is refused there.
 
     FSDP2's ``fully_shard`` may shard each rank's rows again over a data-parallel mesh, also on the
     meta device (then call ``to_empty`` and ``reset_parameters``). It gathers them for ``forward``;

@@ -169,6 +169,7 @@ def plan(
         reduces_dhidden=checked.reduce_dhidden,
         chooses_tokens=checked.partitions,
         accumulates_dweight=checked.accumulate_dweight,
+        sums_in_fp32=checked.reduce_in_fp32,
     )
     return _described(schedule, sizes, needs, shapes, copies)
 

@@ -53,6 +53,9 @@ transforms: Callable[[], bool] = getattr(
 )
 """Whether a transform of torch.func is active. Without it: no, and torch's own error comes."""
 
+FakeTensor: Any = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
+"""The class of tensors of FakeTensorMode. Without it: of none, and torch's own error comes."""
+
 
 def is_batched(x: Tensor) -> bool:
     """Whether is_grads_batched made this gradient. Without it: no, and torch's own error comes."""

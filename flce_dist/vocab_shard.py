@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flce_dist import optimizer_state, state_dtensors
+from flce_dist import optimizer_state, state_dtensors, torch_private
 from flce_dist.arguments import values
 from flce_dist.arguments.check_tensors import FLOATS
 from flce_dist.parallel import collectives
@@ -43,7 +43,7 @@ class VocabShard(nn.Module):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        """Make the parameters and initialise them, unless on the meta device; collective."""
+        """Make the parameters and initialise them, unless they hold no data; collective."""
         super().__init__()
         padded_vocab_size = vocab_size if padded_vocab_size is None else padded_vocab_size
         self.hidden_size = values.count("hidden_size", hidden_size)
@@ -75,7 +75,7 @@ class VocabShard(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise the weight and zero the bias. An all-reduce per group."""
-        if self.weight.is_meta:
+        if self.weight.is_meta or isinstance(self.weight, torch_private.FakeTensor):
             return
         seed = self._shared_seed()
         weight, (rows, columns) = state_dtensors.local_part(self.weight)

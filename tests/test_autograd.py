@@ -4,7 +4,7 @@ checkpointing, another current device, refusals.
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,18 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import (
+    LinearCrossEntropy,
+    data_parallel_linear_cross_entropy,
+    filtered,
+    linear_cross_entropy,
+    linear_cross_entropy_with_metrics,
+    linear_divergence,
+    linear_logprob,
+    linear_sample,
+    linear_top_k,
+    plan,
+)
 from flce_dist.kernels import eager, gpu
 from flce_dist.parallel import collectives
 from flce_dist.testing import relative_rms
@@ -252,6 +263,43 @@ def test_transforms_are_refused_by_name(name):
 
     with pytest.raises(NotImplementedError, match=r"torch\.func .* use backward or torch"):
         TRANSFORMS[name](loss, inputs.weight)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "linear_cross_entropy": linear_cross_entropy,
+    "linear_cross_entropy_with_metrics": linear_cross_entropy_with_metrics,
+    "data_parallel_linear_cross_entropy": partial(
+        data_parallel_linear_cross_entropy, data_group=None
+    ),
+    "linear_logprob": lambda hidden, weight, labels: linear_logprob(
+        hidden, weight, labels[:, None]
+    ),
+    "linear_divergence": lambda hidden, weight, labels: linear_divergence(
+        hidden, weight, hidden.detach(), weight.detach()
+    ),
+    "linear_top_k": lambda hidden, weight, labels: linear_top_k(hidden, weight, 2, labels=labels),
+    "linear_sample": lambda hidden, weight, labels: linear_sample(hidden, weight, 1),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_fake_tensors_are_refused_by_name(name):
+    """In their mode and outside it; a plan of them is made, as of shapes."""
+    with FakeTensorMode() as mode:
+        fakes = torch.empty(6, 4), torch.empty(9, 4), torch.zeros(6, dtype=torch.int64)
+    for inside in (mode, nullcontext()):
+        with inside, pytest.raises(ValueError, match=f"got a FakeTensor: call {name} outside Fake"):
+            FUNCTIONS[name](*fakes)
+        with inside:
+            assert plan(*fakes).tokens == 6
+
+
+def test_a_layer_made_of_fake_tensors_has_no_values():
+    with FakeTensorMode():
+        layer = LinearCrossEntropy(4, 9, bias=True)
+        assert layer.logits(torch.empty(6, 4)).shape == (6, 9)
+        with pytest.raises(ValueError, match="got a FakeTensor: call linear_cross_entropy outside"):
+            layer(torch.empty(6, 4), torch.zeros(6, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(("schedule", "message"), [

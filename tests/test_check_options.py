@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flce_dist import filtered, linear_cross_entropy
+from flce_dist import filtered, linear_cross_entropy, vocab_range
 from flce_dist.arguments import values
 from flce_dist.arguments.check_options import check_impl, check_options
 from flce_dist.arguments.options import KEYWORDS, LossOptions
@@ -92,6 +92,26 @@ def test_numbers_of_numpy_are_as_good() -> None:
     options = check_options(LossOptions(**numpy))
     assert options == LossOptions(**plain)
     assert repr(options) == repr(LossOptions(**plain))
+
+
+WRONG_SHARDS: dict[str, tuple[str, list[Any]]] = {
+    "vocab_size": ("an int within [0, 2**63)", [*INTS, *ANYTHING, None, -1]),
+    "rank": ("an int within [0, world_size)", [*INTS[:3], *ANYTHING, None, -1]),
+    "world_size": ("an int within [1, 2**63)", [*INTS, *ANYTHING, None, 0]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SHARDS)
+def test_a_shard_of_what_is_no_int(name: str) -> None:
+    words, wrong = WRONG_SHARDS[name]
+    shard: dict[str, Any] = {"vocab_size": 507, "rank": 3, "world_size": 4}
+    for value in wrong:
+        said = complaint(vocab_range, **{**shard, name: value})
+        assert said.startswith(f"{name} must be {words}, got {values.shown(value)}")
+    beyond = "rank must be within [0, world_size = 4), got 4"
+    assert complaint(vocab_range, 507, rank=4, world_size=4) == beyond
+    of_numpy = vocab_range(**{key: np.int32(x) for key, x in shard.items()})
+    assert repr(of_numpy) == "(381, 507)"
 
 
 @pytest.mark.parametrize("eps", [*FLOATS, None, -0.1, 1, 1.0, ""], ids=str)

@@ -12,7 +12,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
-from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import (
+    filtered,
+    linear_cross_entropy,
+    linear_cross_entropy_with_metrics,
+    vocab_range,
+)
 from flce_dist.arguments.options import LossOptions
 from flce_dist.compiled import values_of
 from flce_dist.kernels.interface import kernels_of
@@ -229,3 +234,13 @@ def test_a_weight_whose_memory_was_freed_before_backward(schedule):
     weight.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="weight must not be resharded between forward and back"):
         loss.backward()
+
+
+def test_a_shard_of_symbolic_sizes():
+    def middle(x: Tensor, world_size: int) -> Tensor:
+        return x[slice(*vocab_range(len(x), 1, world_size))]
+
+    compiled = torch.compile(middle, backend="eager", dynamic=True, fullgraph=True)
+    for n, world_size in ((8, 3), (11, 3), (11, 2)):
+        x = torch.arange(n)
+        assert torch.equal(compiled(x, world_size), middle(x, world_size))

@@ -2,13 +2,19 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from flce_dist import CallPlan, plan
+from flce_dist import CallPlan, linear_cross_entropy, plan
 from flce_dist.arguments.options import ScheduleName
+from flce_dist.kernels import gemm
+from flce_dist.kernels.logits import eager as eager_logits
+from flce_dist.launch.peak_memory import peak_memory
+from flce_dist.testing import run_ranks
 from tests.flops import gemms_of
 from tests.results import FILES
 from tests.test_planning import CASES, Case, H, R, small
@@ -113,3 +119,57 @@ def test_what_sections_take_does_not_grow_with_tokens(frozen: str) -> None:
         return plan(hidden, weight, (T,), tp_size=2, sequence_parallel=True, **options).total_bytes
 
     assert told(16384) - told(4096) == (16384 - 4096) * 64
+
+
+def told_and_allocated(
+    group: dist.ProcessGroup, T: int, H: int, dtype: torch.dtype, options: dict[str, Any]
+) -> tuple[int, int]:
+    """Bytes of a step beyond operands and gradients on rank 0: the plan's, and those allocated."""
+    rows = T // group.size() if options["sequence_parallel"] else T
+    hidden = torch.zeros(rows, H, dtype=dtype, requires_grad=True)
+    weight = torch.zeros(64, H, dtype=dtype, requires_grad=True)
+    operands = hidden, weight, torch.arange(T) % 128
+    told = plan(*operands, tp_group=group, **options).total_bytes
+    with peak_memory("cpu") if group.rank() == 0 else nullcontext() as peak:
+        linear_cross_entropy(*operands, tp_group=group, **options).backward()
+    return told, peak.bytes - hidden.nbytes - weight.nbytes if peak else 0
+
+
+@pytest.fixture
+def little_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of temporaries that only a CPU has."""
+    monkeypatch.setattr(eager_logits, "SCRATCH_BYTES", 1 << 16)
+    monkeypatch.setattr(gemm, "_UPCAST_BYTES", 1 << 17)
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.mark.usefixtures("little_scratch")
+@pytest.mark.parametrize("in_fp32", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "schedule", "budget"),
+    [(BF16, "cached", None), (BF16, "in_forward", None), (BF16, "in_forward", 1),
+     (FP16, "cached", None), (FP16, "in_forward", None)],
+)  # fmt: skip
+def test_bytes_are_those_that_a_rank_allocates(
+    dtype: torch.dtype, schedule: Any, budget: int | None, in_fp32: bool
+) -> None:
+    """Under sequence parallelism, whose shares of dhidden may be twice as wide."""
+    options: dict[str, Any] = {"schedule": schedule, "max_logits_bytes": budget}
+    options |= {"sequence_parallel": True, "reduce_in_fp32": in_fp32}
+    T, H = 4096, 512
+    told, allocated = run_ranks(lambda g: told_and_allocated(g, T, H, dtype, options), 2)[0]
+    assert told == pytest.approx(allocated, abs=T * H * 2 // 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_replicated_dhidden_is_summed_in_fp32(dtype: torch.dtype) -> None:
+    """Its share is as wide as that of a call in fp32."""
+    T, H = 512, 64
+
+    def told(**options: Any) -> int:
+        shapes = (T, H), (4096, H), (T,)
+        return plan(*shapes, dtype=dtype, tp_size=2, schedule="recompute", **options).total_bytes
+
+    assert told(reduce_in_fp32=True) - told() == T * H * (4 - dtype.itemsize)

@@ -170,6 +170,7 @@ def small(
     hidden, weight = (
         torch.randn(*shape, generator=g, dtype=dtype).requires_grad_() for shape in shapes
     )
+    hidden = options.pop("hidden", hidden)
     weight = options.pop("weight", weight)
     if options.get("accumulate_dweight"):
         weight.main_grad = torch.zeros_like(weight)

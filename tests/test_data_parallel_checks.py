@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from flce_dist import data_parallel_linear_cross_entropy, linear_cross_entropy
 from flce_dist.arguments import rank_check
@@ -44,6 +46,68 @@ def test_what_is_refused(message):
     )
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
         data_parallel_linear_cross_entropy(**arguments | REFUSED[message])
+
+
+def of_rank_1(x: torch.Tensor, value: float) -> Any:
+    """A change to what rank 1 passes: this value at its token 2."""
+
+    def changed(group: dist.ProcessGroup, mesh: DeviceMesh) -> torch.Tensor:
+        return x.index_fill(0, torch.tensor([2]), value) if group.rank() == 1 else x
+
+    return changed
+
+
+def placed(x: torch.Tensor, placement: Placement) -> Any:
+    return lambda group, mesh: DTensor.from_local(x, mesh, [placement])
+
+
+OF_OTHER_ROWS = (
+    "must be a plain tensor or a DTensor with Shard(dim=0) over data_group's ranks [0, 1] and "
+    "replicated over other ranks, got (Replicate(),) on DeviceMesh"
+)
+IN_THE_CALLERS_WORDS: dict[str, tuple[str, Any]] = {
+    "labels must be within [0, 10) or ignore_index -100, got 77 at token 2 of rank 1: weight has "
+    "10 rows on the 2 ranks of data_group together, ": ("labels", of_rank_1(torch.arange(4), 77)),
+    "temperature must be above 0 for each token that counts, got 0, a negative number or NaN at "
+    "token 2 of rank 1": ("temperature", of_rank_1(torch.ones(4), 0)),
+    "max_counted must be at least the 8 tokens that count on all ranks, got 3": ("max_counted", 3),
+    "vocab_size must be within [1, 10], the rows of 2 shards of 5, got 11: data_group must be all ":
+        ("vocab_size", 11),
+    f"weight {OF_OTHER_ROWS}": ("weight", placed(torch.ones(5, H), Replicate())),
+    f"bias {OF_OTHER_ROWS}": ("bias", placed(torch.ones(5), Replicate())),
+    **{
+        f"{name} must be a plain tensor of this rank's tokens, got a DTensor: pass "
+        f"{name}.to_local()": (name, placed(x, Shard(0)))
+        for name, x in {
+            "hidden": torch.ones(4, H),
+            "labels": torch.arange(4),
+            "token_weight": torch.ones(4),
+            "temperature": torch.ones(4),
+        }.items()
+    },
+}  # fmt: skip
+
+
+@on_ranks(2)
+def test_errors_speak_of_what_the_caller_passed(group):
+    """Its own group, and a token by its rank and its place there; the same on all ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+    for reduction in ("mean", "none"):
+        for expected, (name, value) in IN_THE_CALLERS_WORDS.items():
+            value = value(group, mesh) if callable(value) else value
+            said = complaint(small, group, reduction=reduction, **{name: value})
+            assert said.startswith(expected), said
+            assert "tp_group" not in said and "sequence_parallel" not in said
+
+
+def test_the_whole_weight_on_each_rank():
+    def rank(group: dist.ProcessGroup) -> str:
+        weight = torch.arange(5.0)[:, None].expand(5, H)
+        return complaint(small, group, weight=weight)
+
+    with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_RANKS": "1"}):
+        first, second = run_ranks(rank, 2)
+    assert first == second and "cut it, or pass data_group=None. If" in first
 
 
 DIFFERENCES: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from flce_dist import LinearCrossEntropy, optimizer_state
+from flce_dist import LinearCrossEntropy, optimizer_state, vocab_range
 from flce_dist.testing import relative_rms, run_ranks
 from tests.module_layouts import VOCAB, H, Layout, make, whole
 from tests.on_ranks import on_ranks
@@ -132,6 +132,24 @@ def test_a_copy_of_the_layer_and_a_group_that_is_added():
         return list(optimizer.state_dict()["state"][1]["momentum_buffer"].shape)
 
     assert run_ranks(rank, 2) == [[VOCAB, H]] * 2
+
+
+def test_a_copied_optimizer_has_a_whole_state_dict_from_its_own_first_step_on():
+    def rank(group: dist.ProcessGroup) -> list[list[int]]:
+        layer = make(group)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        layer(torch.ones(2, H), torch.arange(2)).backward()
+        optimizer.step()
+        _, copied = copy.deepcopy((layer, optimizer))
+        shapes = []
+        for steps in range(2):
+            if steps:
+                copied.step()
+            shapes.append(list(copied.state_dict()["state"][0]["momentum_buffer"].shape))
+        return shapes
+
+    rows = [end - start for start, end in (vocab_range(VOCAB, r, 2) for r in range(2))]
+    assert run_ranks(rank, 2) == [[[n, H], [VOCAB, H]] for n in rows]
 
 
 def test_a_state_that_is_not_of_each_element_is_refused():

@@ -23,7 +23,7 @@ from flce_dist import (
     linear_top_k,
     scores,
 )
-from flce_dist.arguments.options import LossOptions
+from flce_dist.arguments.options import NO_KEYWORDS, LossOptions
 from flce_dist.megatron import plug_in, use_linear_cross_entropy
 
 FIELDS = {field.name: field for field in dataclasses.fields(LossOptions)}
@@ -75,24 +75,24 @@ def options_of_megatron(**options: Any) -> LossOptions:
 
 # Who takes ``**options``: what becomes of them, and which options it does not take.
 TAKERS: dict[str, tuple[Callable[..., LossOptions], set[str]]] = {
-    "LinearCrossEntropy.__init__": (options_of_module, {"vocab_range", "with_metrics"}),
+    "LinearCrossEntropy.__init__": (options_of_module, {"vocab_range", *NO_KEYWORDS}),
     "data_parallel_linear_cross_entropy": (
         options_of_data_parallel,
-        {"sequence_parallel", "sequence_dim", "reduce_dhidden", "with_metrics"},
+        {"sequence_parallel", "sequence_dim", "reduce_dhidden", *NO_KEYWORDS},
     ),
     "linear_logprob": (
         options_of_scores,
         {"reduction", "ignore_index", "label_smoothing", "z_loss_weight", "max_counted",
-         "skip_ignored", "with_metrics"},
+         "skip_ignored", *NO_KEYWORDS},
     ),
     "linear_divergence": (
         options_of_divergence,
-        {"label_smoothing", "z_loss_weight", "with_metrics"},
+        {"label_smoothing", "z_loss_weight", *NO_KEYWORDS},
     ),
     "use_linear_cross_entropy": (
         options_of_megatron,
         {"vocab_range", "sequence_parallel", "sequence_dim", "reduce_dhidden", "reduce_in_fp32",
-         "tp_invariant", "accumulate_dweight", "with_metrics"},
+         "tp_invariant", "accumulate_dweight", *NO_KEYWORDS},
     ),
 }  # fmt: skip
 ACCEPTED = [(taker, name) for taker in TAKERS for name in CHANGED if name not in TAKERS[taker][1]]
@@ -100,7 +100,7 @@ ACCEPTED.remove(("LinearCrossEntropy.__init__", "vocab_size"))  # a parameter of
 
 
 def test_every_option_has_another_value_here() -> None:
-    assert {*CHANGED, "with_metrics"} == {*FIELDS}
+    assert {*CHANGED, *NO_KEYWORDS} == {*FIELDS}
     assert all(value != FIELDS[name].default for name, value in CHANGED.items())
 
 
@@ -112,7 +112,7 @@ def test_signatures_are_the_fields(name: str) -> None:
     for other in ("bias", "low_rank", "token_weight", "tp_group"):
         assert parameters.pop(other).default is None
     assert parameters.pop("temperature").default == 1.0
-    assert [*parameters, "with_metrics"] == [*FIELDS]
+    assert [*parameters, *NO_KEYWORDS] == [*FIELDS]
     for option, parameter in parameters.items():
         assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
         assert parameter.default == FIELDS[option].default

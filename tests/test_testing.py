@@ -3,12 +3,14 @@
 import contextlib
 import gc
 import os
+import re
 import signal
 import threading
 import time
 from multiprocessing.util import register_after_fork
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -204,14 +206,20 @@ def test_what_the_caller_has_left_to_collect_stays_with_it():
 
 
 @pytest.mark.parametrize(("kwargs", "said"), [
-    ({"world_size": 0}, "world_size must be an int of at least 1, got 0"),
-    ({"world_size": "2"}, "world_size must be an int of at least 1, got '2'"),
-    ({"world_size": 2, "timeout_s": -1}, "timeout_s must be a number above 0, got -1"),
+    *(({"world_size": wrong}, f"world_size must be an int within [1, 2**63), got {wrong!r}")
+      for wrong in (0, "2", 2.0, True)),
+    *(({"world_size": 2, "timeout_s": wrong}, f"timeout_s must be a float above 0, got {wrong!r}")
+      for wrong in (-1, 0, True, "1", float("inf"), float("nan"))),
     ({"world_size": 2, "backend": "mpi"}, 'backend must be "threads" or "gloo", got \'mpi\''),
 ])  # fmt: skip
 def test_wrong_arguments_are_named(kwargs, said):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         run_ranks(sums, **kwargs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_number_of_ranks_of_numpy(backend):
+    assert len(run_ranks(sums, np.int64(2), backend=backend)) == 2
 
 
 def modes(group: Any) -> tuple[Any, ...]:
@@ -253,6 +261,18 @@ def test_the_error_budget():
             assert_within_budget(wrong, reference, eager, name="dweight")
     with pytest.raises(AssertionError):  # a broken eager grants nothing
         assert_within_budget(eager * 1.1, reference, eager * torch.nan)
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-200, 1.0, 1e200, 1e300])
+def test_errors_are_relative_however_small_or_large_the_reference(scale):
+    """In fp64 squares of a number below 1e-162 are 0, and of one above 1e154 infinite."""
+    reference = scale * torch.linspace(-1, 1, 16, dtype=torch.float64)
+    assert_within_budget(reference * (1 + 1e-16), reference, reference)
+    assert relative_rms(reference * 1.01, reference) == pytest.approx(0.01)
+    one_nan = reference.index_fill(0, torch.tensor([3]), torch.nan)
+    for wrong in (0 * reference, reference * 1.01, torch.ones(16), one_nan, reference / 0):
+        with pytest.raises(AssertionError, match="exceeds budget"):
+            assert_within_budget(wrong, reference, reference)
 
 
 def test_zeros_are_met_by_zeros_only():

@@ -1,5 +1,6 @@
 """What a run leaves: records, the loss curve, the comparison of heads; one run at a time writes."""
 
+import fcntl
 import json
 import math
 import os
@@ -7,12 +8,14 @@ import signal
 import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("megatron.core")
 
 from flce_dist.launch.program import RunError
+from flce_dist.launch.train import lock
 from flce_dist.launch.train.compare import comparison_figure
 from flce_dist.launch.train.lock import LOCK, locked, this_run
 from flce_dist.launch.train.log import RunLog, plot_loss_curve
@@ -119,6 +122,32 @@ def test_a_second_run_is_told_who_holds_the_folder_until_that_is_killed(tmp_path
         assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
     said = capsys.readouterr().err
     assert said.startswith(owner) and said.endswith("taking it over\n")
+
+
+def test_a_run_that_starts_at_the_same_instant_is_named_once_it_has_said_who_it_is(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / LOCK
+    says_so_at = 3
+    pauses = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == says_so_at:
+            path.write_text(json.dumps({"pid": 7, "host": "here", "since": "now"}))
+
+    monkeypatch.setattr(lock, "time", SimpleNamespace(sleep=pause))
+    with path.open("a") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        with pytest.raises(RunError, match="in use by process 7 on here, started now; wait for"):
+            with locked(tmp_path):
+                pass
+        assert len(pauses) == says_so_at
+        path.write_text("")
+        says_so_at = 0
+        with pytest.raises(RunError, match="in use by a run that is starting or ending; wait for"):
+            with locked(tmp_path):
+                pass
 
 
 @pytest.mark.parametrize("changes, job, refused", [

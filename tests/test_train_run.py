@@ -211,6 +211,28 @@ def test_a_number_that_is_not_finite_on_one_rank_stops_all(ranks, tmp_path, even
     assert last["step"] == step and (last["loss"] is None) == (event.endswith("loss"))
 
 
+@on_ranks(2)
+def test_a_run_that_has_made_its_steps_says_so(group, tmp_path):
+    """Also where a later start asks for fewer; nothing is trained, and nothing fails."""
+
+    def started(steps: int) -> tuple[str, str]:
+        forget_earlier_runs()
+        screen, bar = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(screen), contextlib.redirect_stderr(bar):
+            config = replace(RUN, out_dir=tmp_path, steps=steps)
+            assert run(config, corpus(), torch.device("cpu")) == 0
+        return screen.getvalue(), bar.getvalue()
+
+    started(2)
+    before = records(tmp_path)
+    for steps in (2, 1):
+        screen, bar = started(steps)
+        assert records(tmp_path) == before
+        if group.rank() == 0:
+            done = f"\nthe run has made 2 steps, and steps is {steps}: nothing is left to train\n"
+            assert done in screen and "2/2 [" in bar
+
+
 # --- runs with ``head.filter_eps`` and ``data.by_frequency``
 
 SPREAD = 32  # of the VOCAB tokens that occur one lies in every 32 ids

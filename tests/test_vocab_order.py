@@ -40,7 +40,8 @@ def test_every_rank_gets_the_same_tiles_or_one_more(P, vocab_size, rows):
     ([1, 2, 3], None, r"counts must be a tensor \[V_all\], got list"),
     (torch.tensor([4, -0.5]), None, "counts must be real numbers of at least 0, got -0.5"),
     (torch.tensor([4, torch.nan]), None, "counts must be real numbers of at least 0, got nan"),
-    (torch.zeros(5), 4, "padded_vocab_size must be at least V_all = 5, got 4"),
+    *((torch.zeros(5), wrong, "padded_vocab_size must be None or an int within "
+       rf"\[V_all = 5, 2\*\*63\), got {wrong}") for wrong in (4, 512.0, True)),
 ])  # fmt: skip
 def test_wrong_counts_are_refused(counts, rows, message):
     with pytest.raises(ValueError, match=f"^{message}$"):

@@ -43,8 +43,8 @@ def check_rows(V: int, options: LossOptions, *, P: int, rank: int) -> None:
             raise ValueError("weight must have at least one row without vocab_range, got V = 0")
         if vocab_size is not None and not 1 <= vocab_size <= V * P:
             hint = (
-                ": tp_group must be all ranks that share the vocabulary, and uneven shards need "
-                "vocab_range"
+                f": {options.group_name} must be all ranks that share the vocabulary, and uneven "
+                "shards need vocab_range"
             )
             raise ValueError(
                 f"vocab_size must be within [1, {V * P}], the rows of {P} shards of {V}, "

@@ -28,6 +28,9 @@ _OF_ROWS = (
     "pass the ranks that share its rows as tp_group, for example weight.device_mesh.get_group() if "
     "these ranks have the same tokens"
 )
+_OF_DATA_ROWS = (
+    "pass the ranks that share its rows as data_group, for example weight.device_mesh.get_group()"
+)
 _OF_TOKENS = (
     "for tokens that are split over data ranks pass hidden.to_local(), labels.to_local() and "
     "weight.to_local(grad_placements=...) with Partial() over these ranks"
@@ -55,6 +58,8 @@ def localized(arguments: Arguments) -> Arguments:
             arguments = arguments._replace(options=options)
     tokens = Shard(options.sequence_dim) if options.sequence_parallel else Replicate()
     rows = Replicate() if tp_group is None else Shard(0)
+    of_rows = _OF_DATA_ROWS if options.data_parallel else _OF_ROWS
+    group_name = options.group_name
     # With reduce_dhidden=False each rank returns a partial sum, and DTensor adds them up.
     dhidden = None if options.reduce_dhidden else Partial()
     of_tokens = (
@@ -64,9 +69,9 @@ def localized(arguments: Arguments) -> Arguments:
     weight, bias = (gathered(x, hidden, tp_group) for x in (weight, bias))
     return Arguments(
         local_of("hidden", hidden, tokens, tp_group, of_tokens, dhidden),
-        local_of("weight", weight, rows, tp_group, _OF_ROWS),
+        local_of("weight", weight, rows, tp_group, of_rows, group_name=group_name),
         local_of("labels", labels, Replicate(), tp_group, _OF_TOKENS),
-        local_of("bias", bias, rows, tp_group, _OF_ROWS),
+        local_of("bias", bias, rows, tp_group, of_rows, group_name=group_name),
         local_of("token_weight", token_weight, Replicate(), tp_group),
         local_of("temperature", temperature, Replicate(), tp_group),
         options if tp_group is None else _checked_wholes(arguments),
@@ -111,11 +116,12 @@ def local_of(
     tp_group: dist.ProcessGroup | None,
     hint: str = "",
     gradient: Placement | None = None,
+    group_name: str = "tp_group",
 ) -> Any:
     """Return the local tensor of ``x``; raise unless its placement over the group is ``expected``.
 
     Over other mesh dimensions it must be replicated. ``gradient`` is the placement of its gradient
-    over the group; None for the placement of ``x``.
+    over the group; None for the placement of ``x``. ``group_name`` is the caller's.
     """
     if isinstance(x, DTensor):
         mesh = x.device_mesh
@@ -127,8 +133,8 @@ def local_of(
             is_wanted = placement.__class__ is wanted.__class__ and placement == wanted
             fits &= mesh.size(d) == 1 or is_wanted
         if not fits or mesh.get_coordinate() is None:
-            hint = _OF_FSDP if hint and torch_private.fsdp_sharding(x) else hint
-            where = "" if tp_group is None else f" over tp_group's ranks {ranks_of(tp_group)}"
+            hint = _OF_FSDP if hint == _OF_ROWS and torch_private.fsdp_sharding(x) else hint
+            where = "" if tp_group is None else f" over {group_name}'s ranks {ranks_of(tp_group)}"
             raise ValueError(
                 f"{name} must be a plain tensor or a DTensor with {expected!r}{where} and "
                 f"replicated over other ranks, got {x.placements} on {mesh}"

@@ -42,16 +42,14 @@ class UnsizedSchedule(Protocol):
 ScheduleOption = ScheduleName | UnsizedSchedule
 """A name, or an object such as ``flce_dist.filtered.schedule`` returns."""
 
-OWN_SUM: Any = "own"
-"""A reduction that no user chooses: the sum over this rank's part of gathered tokens."""
-
 
 @dataclass(frozen=True)
 class LossOptions:
     """The keywords of ``linear_cross_entropy``, explained there, but tensors and the group.
 
     ``with_metrics`` is no keyword: ``linear_cross_entropy_with_metrics`` sets it, and
-    ``with_entropy`` of ``linear_logprob``.
+    ``with_entropy`` of ``linear_logprob``. Nor is ``data_parallel``, with which a sum is one over
+    this rank's part of gathered tokens: ``data_parallel_linear_cross_entropy`` sets it.
     """
 
     reduction: Reduction = "mean"
@@ -74,6 +72,12 @@ class LossOptions:
     skip_ignored: bool = False
     impl: Impl | None = None
     with_metrics: bool = False  # set by linear_cross_entropy_with_metrics
+    data_parallel: bool = False  # set by data_parallel_linear_cross_entropy
+
+    @property
+    def group_name(self) -> str:
+        """How the caller calls the group."""
+        return "data_group" if self.data_parallel else "tp_group"
 
     @property
     def partitions(self) -> bool:
@@ -108,7 +112,8 @@ class LossOptions:
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
-KEYWORDS = tuple(field.name for field in fields(LossOptions) if field.name != "with_metrics")
+NO_KEYWORDS = ("with_metrics", "data_parallel")
+KEYWORDS = tuple(field.name for field in fields(LossOptions) if field.name not in NO_KEYWORDS)
 
 
 class _Work(TypedDict, total=False):

@@ -117,31 +117,41 @@ def check_labels(
         return
     ignore_index = options.ignore_index
     most = options.max_counted
+    T_of_rank = len(labels) // P if options.data_parallel else None
     counted = labels != ignore_index
     if token_weight is not None:
         counted &= token_weight != 0
     if most is not None and (n := int(counted.sum())) > most:
-        raise ValueError(f"max_counted must be at least the {n} tokens that count, got {most}")
+        of_all = " on all ranks" if options.data_parallel else ""
+        raise ValueError(
+            f"max_counted must be at least the {n} tokens that count{of_all}, got {most}"
+        )
     bad = (((labels < 0) | (labels >= vocab_size)) & counted).to(torch.uint8)
     if bad.any():
         where = int(bad.argmax())
         label = int(labels[where])
         hint = (
-            f": weight has {vocab_size} rows on the {P} ranks of tp_group together, which must be "
-            "all ranks that share the vocabulary"
+            f": weight has {vocab_size} rows on the {P} ranks of {options.group_name} together, "
+            "which must be all ranks that share the vocabulary"
         )
         is_beyond_all_rows = P > 1 and label >= vocab_size and options.vocab_size is None
         raise ValueError(
             f"labels must be within [0, {vocab_size}) or ignore_index {ignore_index}, "
-            f"got {label} at token {where}" + (hint if is_beyond_all_rows else "")
+            f"got {label} at {_place(where, T_of_rank)}" + (hint if is_beyond_all_rows else "")
         )
-    check_temperatures(inverse, counted)
+    check_temperatures(inverse, counted, T_of_rank=T_of_rank)
 
 
-def check_temperatures(inverse: Tensor | None, counted: Tensor, name: str = "temperature") -> None:
+def check_temperatures(
+    inverse: Tensor | None,
+    counted: Tensor,
+    name: str = "temperature",
+    T_of_rank: int | None = None,
+) -> None:
     """Check that no token that counts, [T] bool, has NaN for one over its temperature.
 
-    On a GPU, for which the host must not wait, the device asserts it.
+    ``T_of_rank`` are the tokens that each rank passed, if they are gathered. On a GPU, for which
+    the host must not wait, the device asserts it.
     """
     if inverse is None:
         return
@@ -151,4 +161,12 @@ def check_temperatures(inverse: Tensor | None, counted: Tensor, name: str = "tem
         torch_private.assert_soon(~bad.any(), words)
     elif bad.any():
         where = int(bad.to(torch.uint8).argmax())
-        raise ValueError(f"{words}, got 0, a negative number or NaN at token {where}")
+        place = _place(where, T_of_rank)
+        raise ValueError(f"{words}, got 0, a negative number or NaN at {place}")
+
+
+def _place(where: int, T_of_rank: int | None) -> str:
+    """Return where a token is among those of all ranks, or those that a rank passed."""
+    if T_of_rank is None:
+        return f"token {where}"
+    return f"token {where % T_of_rank} of rank {where // T_of_rank}"

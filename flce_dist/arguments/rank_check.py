@@ -87,7 +87,7 @@ def check_alike(
         or _differences(of_ranks("plan"))
     )
     if call.options.vocab_range is None:
-        _refuse_one_weight(of_ranks("weight"))
+        _refuse_one_weight(of_ranks("weight"), call.options.group_name)
     mark_alike(function, group)
 
 
@@ -297,7 +297,7 @@ def _seams(rows: Sequence[list[int]]) -> list[str]:
     ]
 
 
-def _refuse_one_weight(weights: Sequence[tuple[int, str | None, int]]) -> None:
+def _refuse_one_weight(weights: Sequence[tuple[int, str | None, int]], group_name: str) -> None:
     """Raise if every rank holds the same rows and no label lies beyond them."""
     V, rows, label = weights[0]
     if rows is None or len(set(weights)) > 1 or not 0 <= label < V:
@@ -305,6 +305,6 @@ def _refuse_one_weight(weights: Sequence[tuple[int, str | None, int]]) -> None:
     raise ValueError(
         f"weight must be each rank's own rows of the vocabulary, got the same {V} rows on all "
         f"{len(weights)} ranks, and no label above {label}: with the whole weight on each rank the "
-        "loss would be too high by log P; cut it, or pass tp_group=None. If the ranks' own rows "
-        "are equal on purpose, say so: pass each its vocab_range, and vocab_size"
+        f"loss would be too high by log P; cut it, or pass {group_name}=None. If the ranks' own "
+        "rows are equal on purpose, say so: pass each its vocab_range, and vocab_size"
     )

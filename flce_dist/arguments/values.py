@@ -49,6 +49,7 @@ def checked(options: LossOptions) -> LossOptions:
         skip_ignored=flag("skip_ignored", options.skip_ignored),
         impl=choice("impl", options.impl, (*get_args(Impl), None)),
         with_metrics=flag("with_metrics", options.with_metrics),
+        data_parallel=flag("data_parallel", options.data_parallel),
     )
 
 

@@ -25,7 +25,7 @@ from flce_dist.arguments.passed import (
 from flce_dist.arguments.prepare import prepare
 from flce_dist.arguments.rank_check import check_alike, refusals_told, told_if_unbound
 from flce_dist.best.schedule import Sample, TopK
-from flce_dist.core.autograd import refuse_transforms, run_forward
+from flce_dist.core.autograd import refuse_tracing, run_forward
 from flce_dist.core.call import NO_GRADIENT
 from flce_dist.kernels.best.interface import MOST_K
 
@@ -214,7 +214,7 @@ def _arguments(
 def _results(name: str, arguments: Arguments, schedule: TopK | Sample) -> tuple[Any, ...]:
     """Return what the function of this name does, in the shape of the caller's tokens."""
     with refusals_told(name, arguments.tp_group, arguments.hidden):
-        refuse_transforms(name)
+        refuse_tracing(name, arguments.hidden)
         check_tensor("hidden", arguments.hidden, FLOATS)
         operands = {"hidden": arguments.hidden, "weight": arguments.weight, "bias": arguments.bias}
         for operand, x in operands.items():

@@ -110,8 +110,17 @@ def differentiable(call: Call, operands: Operands, weight: Tensor) -> tuple[Tens
     return LinearCrossEntropyFunction.apply(*graph, call, operands, main_grad, weakref.ref(weight))
 
 
-def refuse_transforms(name: str) -> None:
-    """Refuse torch.func for the function of this name."""
+def refuse_tracing(name: str, hidden: Any) -> None:
+    """Refuse torch.func, and tensors without data, for the function of this name.
+
+    Tensors are fake in compiled code, too, which calls operators that have fakes.
+    """
+    if not torch.compiler.is_compiling() and isinstance(hidden, torch_private.FakeTensor):
+        raise ValueError(
+            f"hidden must hold data, got a FakeTensor: call {name} outside FakeTensorMode; "
+            "flce_dist.plan tells the sizes of the loss there, and torch.compile and torch.export "
+            "trace it"
+        )
     if torch_private.transforms():
         raise NotImplementedError(
             f"{name} does not support the transforms of torch.func (grad, vmap, "

@@ -187,7 +187,8 @@ class Call:
             return None
         group = self.group()
         if group is None:
-            raise RuntimeError("tp_group must live until backward has run, got a destroyed group")
+            name = self.options.group_name
+            raise RuntimeError(f"{name} must live until backward has run, got a destroyed group")
         return group
 
     @cached_property

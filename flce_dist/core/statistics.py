@@ -4,7 +4,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.arguments.options import OWN_SUM
 from flce_dist.core.call import Call, Metrics, Operands, gathered_logits
 from flce_dist.core.sections import joined, tokens_here
 from flce_dist.kernels.logits.operands import ColumnCache, part_of
@@ -130,9 +129,9 @@ def finished(
     """
     options = call.options
     loss = losses[0] if len(losses) == 1 else joined(losses, parts)
-    if options.reduction in ("none", OWN_SUM):
+    if options.reduction == "none" or options.data_parallel:
         loss = put_back(loss, operands.places, call.T_all)
-    if options.reduction == OWN_SUM:
+    if options.reduction == "sum" and options.data_parallel:
         loss = tokens_here(call, loss)
     if options.reduction == "mean" and norm is None:
         loss, norm = call.kernels.mean_loss(loss, *_of_norm(call, operands))

@@ -16,7 +16,7 @@ from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.options import DivergenceOptions, Kind, keywords_of, signed_like
 from flce_dist.arguments.passed import Arguments
 from flce_dist.arguments.rank_check import refusals_told, told_if_unbound
-from flce_dist.core.autograd import refuse_transforms
+from flce_dist.core.autograd import refuse_tracing
 from flce_dist.divergence.prepare import TeacherArguments, checked_teacher, diverged
 from flce_dist.kernels.divergence.formulas import Measure
 
@@ -228,7 +228,7 @@ def _diverged(
                 "schedule='in_forward' of a divergence needs a scalar upstream gradient, got "
                 "reduction='none': use schedule='recompute' or 'cached'"
             )
-        refuse_transforms(function.__name__)
+        refuse_tracing(function.__name__, hidden)
         check_tensor("hidden", hidden, FLOATS)
     or_none: Any = labels  # or None, until the number of tokens is known
     student = Arguments(hidden, weight, or_none, bias, token_weight, temperature, asked, tp_group)

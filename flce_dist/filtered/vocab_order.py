@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flce_dist.arguments import values
 from flce_dist.kernels.filtered.tiles import TILE_V
 
 SHARDS = 64  # an order gives equal work to P ranks if P divides this
@@ -47,9 +48,10 @@ def frequency_order(counts: Tensor, *, padded_vocab_size: int | None = None) -> 
         least = counts.dtype if counts.is_complex() else counts.min().item()
         raise ValueError(f"counts must be real numbers of at least 0, got {least}")
     V_all = len(counts)
-    rows = V_all if padded_vocab_size is None else padded_vocab_size
-    if rows < V_all:
-        raise ValueError(f"padded_vocab_size must be at least V_all = {V_all}, got {rows}")
+    words = f"within [V_all = {V_all}, 2**63)"
+    rows = values.integer("padded_vocab_size", padded_vocab_size, words, least=V_all, optional=True)
+    if rows is None:
+        rows = V_all
     tokens = counts.cpu().argsort(descending=True, stable=True)
     whole = V_all - V_all % TILE_V
     token_of_row = tokens.clone()

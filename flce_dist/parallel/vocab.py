@@ -1,5 +1,7 @@
 """Who holds which rows of the vocabulary.  V = rows here, V_all = true vocabulary, P = TP size."""
 
+from flce_dist.arguments import values
+
 
 def vocab_range(vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return the half-open rows ``(vocab_start_index, vocab_end_index)`` of ``rank``.
@@ -8,16 +10,18 @@ def vocab_range(vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
     ranks may get fewer or none (507 over 4: 127, 127, 127, 126).
 
     Raises:
-        ValueError: rank is not within [0, world_size), or vocab_size is negative.
+        ValueError: an argument is no int, rank is not within [0, world_size), or vocab_size is
+        negative.
 
     Example::
 
         start, end = vocab_range(507, rank=3, world_size=4)  # (381, 507)
     """
-    if vocab_size < 0:
-        raise ValueError(f"vocab_size must be at least 0, got {vocab_size}")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank must be within [0, {world_size}), world_size, got {rank}")
+    vocab_size = values.integer("vocab_size", vocab_size, "within [0, 2**63)", least=0)
+    world_size = values.count("world_size", world_size)
+    rank = values.integer("rank", rank, "within [0, world_size)", least=0)
+    if rank >= world_size:
+        raise ValueError(f"rank must be within [0, world_size = {world_size}), got {rank}")
     rows = -(-vocab_size // world_size)
     return min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size)
 

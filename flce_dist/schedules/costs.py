@@ -24,6 +24,7 @@ class Shapes(NamedTuple):
     reduces_dhidden: bool  # over ranks
     chooses_tokens: bool  # so that hidden is copied: max_counted or skip_ignored
     accumulates_dweight: bool  # into memory that exists before
+    sums_in_fp32: bool  # dhidden over ranks: reduce_in_fp32
 
 
 def gemms(sizes: Plan, needs: Needs, shapes: Shapes) -> tuple[float, float]:
@@ -81,7 +82,7 @@ def _dhidden_bytes(sizes: Plan, shapes: Shapes) -> int:
     """Return what dhidden takes beyond the gradient: its accumulator, in fp32.
 
     In fp16 ``in_forward`` keeps all of it in fp32, since a loss scale comes later. On one rank that
-    is the accumulator, too.
+    is the accumulator, too; where ranks sum it, their share and its sum.
     """
     wide = max(4, shapes.itemsize)
     if not isinstance(sizes, InForward):
@@ -91,9 +92,9 @@ def _dhidden_bytes(sizes: Plan, shapes: Shapes) -> int:
         return accumulator
     kept = (4 - shapes.itemsize) * sizes.T * shapes.H
     if _is_cut(sizes, shapes):
-        kept //= shapes.P
+        return accumulator + kept // shapes.P
     sums_over_ranks = shapes.P > 1 and shapes.reduces_dhidden
-    return accumulator + kept if sums_over_ranks else kept
+    return accumulator if sums_over_ranks else kept
 
 
 def _is_cut(sizes: InForward, shapes: Shapes) -> bool:
@@ -102,38 +103,52 @@ def _is_cut(sizes: InForward, shapes: Shapes) -> bool:
     return is_split and len(sizes.rows_of_chunks(shapes.P)) > 1
 
 
+def _share_itemsize(sizes: Plan, shapes: Shapes) -> int:
+    """Return the bytes of an element of dhidden as ranks sum it."""
+    keeps_fp32 = isinstance(sizes, InForward) and sizes.converts
+    return max(4, shapes.itemsize) if keeps_fp32 or shapes.sums_in_fp32 else shapes.itemsize
+
+
 def _section_bytes(sizes: InForward, needs: Needs, shapes: Shapes) -> int:
     """Return what travels of sections at a time, beside dhidden's accumulator.
 
     Hidden of the next one, and of this one while the weight's gradient reads it; where ranks copy
-    it from; a share of dhidden. All ranks' shares are gone before there is an accumulator.
+    it from; a share of dhidden, and its sum if that is to be rounded. All ranks' shares are gone
+    before there is an accumulator.
     """
     elements = max(chunk_sizes(sizes, shapes)) * shapes.H
     hidden = elements * shapes.itemsize
     dhidden = 0
     if needs.hidden:
-        dhidden = elements * (4 if sizes.converts else shapes.itemsize)
+        share = _share_itemsize(sizes, shapes)
+        is_rounded = share > shapes.itemsize and not sizes.converts
+        rounded = elements // shapes.P * share if is_rounded else 0
+        dhidden = elements * share + rounded
     return (2 if needs.weight else 1) * hidden + hidden // shapes.P + dhidden
 
 
 def _travelling_bytes(sizes: Plan, needs: Needs, shapes: Shapes) -> int:
     """Return what hidden and dhidden take that travel between ranks."""
     P = shapes.P
-    hidden = shapes.T_all * shapes.H * shapes.itemsize  # of all ranks
+    elements = shapes.T_all * shapes.H  # of all ranks
+    hidden = elements * shapes.itemsize
+    share = _share_itemsize(sizes, shapes)
     if P == 1:
         return 0
     if not shapes.sequence_parallel:
         sums = needs.hidden and shapes.reduces_dhidden
-        return sizes.T * shapes.H * shapes.itemsize if sums else 0
+        return sizes.T * shapes.H * share if sums else 0
     if isinstance(sizes, InForward) and _is_cut(sizes, shapes):
         return _section_bytes(sizes, needs, shapes)
     if not needs.hidden:
         return hidden + hidden // P
+    sum_beyond_gradient = elements // P * (share - shapes.itemsize)
+    once = hidden + elements * share + sum_beyond_gradient
     if isinstance(sizes, InForward):
-        return 2 * hidden
+        return once
     is_mixed = 0 < sizes.cached_v < sizes.V
     recomputes_fp16 = sizes.converts and not sizes.cached_v
-    return 3 * hidden if is_mixed or recomputes_fp16 else 2 * hidden
+    return once + hidden if is_mixed or recomputes_fp16 else once
 
 
 def _with_dweight(of_gemms: int, sizes: InForward, shapes: Shapes) -> int:

@@ -23,7 +23,7 @@ from flce_dist.arguments.passed import (
 )
 from flce_dist.arguments.prepare import prepare
 from flce_dist.arguments.rank_check import check_alike, refusals_told, told_if_unbound
-from flce_dist.core.autograd import differentiable, refuse_transforms
+from flce_dist.core.autograd import differentiable, refuse_tracing
 from flce_dist.core.call import Schedule
 from flce_dist.schedules.choose import Plan
 from flce_dist.schedules.in_forward import InForward
@@ -118,7 +118,7 @@ def linear_logprob(
         )
         checked = checked_options(**keywords)
         _check_schedule(over, checked)
-        refuse_transforms("linear_logprob")
+        refuse_tracing("linear_logprob", hidden)
         check_tensor("hidden", hidden, FLOATS)
     stand_in = torch.empty((), dtype=torch.int64, device=hidden.device)
     arguments = Arguments(hidden, weight, stand_in, bias, None, temperature, checked, tp_group)

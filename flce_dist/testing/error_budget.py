@@ -39,11 +39,19 @@ def relative_rms(actual: Tensor, reference: Tensor) -> float:
         got = tuple(actual.shape)
         raise ValueError(f"actual must have reference's shape {expected}, got {got}")
     reference = reference.detach().double()
-    difference = (actual.detach().double() - reference).norm().item()
+    difference = _norm(actual.detach().double() - reference)
     if not math.isfinite(difference):
         return math.nan
-    scale = reference.norm().item()
+    scale = _norm(reference)
     return difference / scale if scale else math.inf if difference else 0.0
+
+
+def _norm(x: Tensor) -> float:
+    """Return the square root of the sum of squares, of which none underflows or overflows."""
+    largest = x.abs().max().item() if x.numel() else 0.0
+    if largest == 0 or not math.isfinite(largest):
+        return largest
+    return largest * (x / largest).norm().item()
 
 
 def error_budget(

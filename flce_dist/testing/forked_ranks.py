@@ -12,6 +12,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from flce_dist import torch_private
+from flce_dist.arguments import values
 
 _GRACE_S = 0.2  # a rank that dies causes errors in others, which may be seen before its exit code
 _closure: Any = None  # what ``run_closure`` calls, in its workers
@@ -55,9 +57,8 @@ class RankPool(AbstractContextManager["RankPool"]):
     """
 
     def __init__(self, world_size: int, *, timeout_s: float = 60.0):
-        check_arguments(world_size, timeout_s)
-        self.world_size = world_size
-        self.timeout_s = timeout_s
+        self.world_size = values.count("world_size", world_size)
+        self.timeout_s = checked_timeout(timeout_s)
         self._executors: list[ProcessPoolExecutor] = []
         self._workers: list[BaseProcess] = []
         self._at_close = ExitStack()
@@ -154,12 +155,11 @@ class RankPool(AbstractContextManager["RankPool"]):
         return {rank: (self._folder / f"stack{rank}").read_text() for rank in sorted(ranks)}
 
 
-def check_arguments(world_size: object, timeout_s: object) -> None:
-    """Raise ``ValueError`` for what is no number of ranks, or no time."""
-    if not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"world_size must be an int of at least 1, got {world_size!r}")
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= threading.TIMEOUT_MAX:
-        raise ValueError(f"timeout_s must be a number above 0, got {timeout_s!r}")
+def checked_timeout(timeout_s: object) -> Any:
+    """Return the seconds as a float; raise ``ValueError`` for what is no time."""
+    least = sys.float_info.min
+    most = threading.TIMEOUT_MAX
+    return values.number("timeout_s", timeout_s, "above 0", least=least, most=most)
 
 
 @contextmanager

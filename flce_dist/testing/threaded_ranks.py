@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist import torch_private
-from flce_dist.testing.forked_ranks import RankFailed, RankPool, check_arguments, unfinished
+from flce_dist.arguments import values
+from flce_dist.testing.forked_ranks import RankFailed, RankPool, checked_timeout, unfinished
 
 Result = TypeVar("Result")
 
@@ -141,7 +142,8 @@ def run_ranks(
     """
     if backend not in ("threads", "gloo"):
         raise ValueError(f'backend must be "threads" or "gloo", got {backend!r}')
-    check_arguments(world_size, timeout_s)
+    world_size = values.count("world_size", world_size)
+    timeout_s = checked_timeout(timeout_s)
     if backend == "gloo":
         with RankPool(world_size, timeout_s=timeout_s) as pool:
             return pool.run_closure(fn)

@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -21,6 +22,8 @@ from flce_dist.launch.train.ranks import say
 from flce_dist.launch.write import writing
 
 LOCK = "run.lock"
+_LOOKS = 50  # at a lock without text, for a second
+_PAUSE_S = 0.02
 
 
 @contextmanager
@@ -38,7 +41,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            use = f"{folder} is in use by {_read(path)[0]}"
+            use = f"{folder} is in use by {_holder(path)}"
             raise RunError(f"{use}; wait for its end, or use another --out-dir") from None
         except OSError as error:
             must = "--out-dir must be on a file system that has flock"
@@ -75,6 +78,15 @@ def this_run() -> dict[str, Any]:
         "boot": boot.read_text().strip() if boot.exists() else None,
         "slurm_job": os.environ.get("SLURM_JOB_ID"),
     }
+
+
+def _holder(path: Path) -> str:
+    """Return in words who holds the lock; who has just taken it is about to write that."""
+    for _ in range(_LOOKS):
+        if path.stat().st_size > 0:
+            return _read(path)[0]
+        time.sleep(_PAUSE_S)
+    return "a run that is starting or ending"
 
 
 def _read(path: Path) -> tuple[str, dict[str, Any]]:

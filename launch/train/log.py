@@ -25,9 +25,9 @@ KINDS = {"train": "-", "validation": "o-"}
 class RunLog:
     """Writes one record per event, at once; null stands for numbers that are not finite.
 
-    A run that continues at ``step`` makes the steps beyond it again: their records are set aside,
-    and TensorBoard leaves them out. An error in writing is kept until ``check``, so that the rank
-    that writes goes on beside the others to where all stop.
+    A run that continues at ``step``, perhaps beyond ``steps``, makes the steps beyond it again:
+    their records are set aside, and TensorBoard leaves them out. An error in writing is kept until
+    ``check``, so that the rank that writes goes on beside the others to where all stop.
     """
 
     def __init__(self, out_dir: Path, *, step: int, steps: int, head_mib: float):
@@ -39,8 +39,9 @@ class RunLog:
             self._events = SummaryWriter(str(out_dir / "tensorboard"), purge_step=step + 1)
         self._head_mib = head_mib
         seconds = 0.5 if sys.stderr.isatty() else 10.0  # a log file wants few lines
+        total = max(step, steps)
         self._bar = tqdm(
-            total=steps, initial=step, unit="step", dynamic_ncols=True, mininterval=seconds
+            total=total, initial=step, unit="step", dynamic_ncols=True, mininterval=seconds
         )
         if cut:
             lines = "line" if cut == 1 else "lines"

@@ -180,6 +180,9 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
         log = RunLog(config.out_dir, step=trainer.step, steps=config.steps, head_mib=head_mib)
         if checkpoint is not None:
             log.say(f"continuing {checkpoint.path}")
+        if trainer.step >= config.steps:
+            done = f"the run has made {trainer.step} steps, and steps is {config.steps}"
+            log.say(f"{done}: nothing is left to train")
 
     on_rank_0(begin)
     try:
