@@ -17,7 +17,13 @@ from flce_dist.arguments.options import (
     keywords_of,
     signed_like,
 )
-from flce_dist.arguments.passed import Arguments, in_callers_order, settled, tempered
+from flce_dist.arguments.passed import (
+    Arguments,
+    in_callers_order,
+    may_have_dtensors,
+    settled,
+    tempered,
+)
 from flce_dist.arguments.prepare import counted_operands, prepare
 from flce_dist.arguments.rank_check import check_alike, refusals_told, told_if_unbound
 from flce_dist.core.autograd import differentiable, refuse_tracing
@@ -256,7 +262,7 @@ def apply(
     """Run a call with checked options; return the loss and any metrics in labels' shape."""
     weight = arguments.weight  # as the caller passed it
     with refusals_told(function, arguments.tp_group, arguments.hidden):
-        if arguments.may_have_dtensors:
+        if may_have_dtensors(arguments):
             arguments = localized(arguments)
         refuse_tracing(function, arguments.hidden)
         last_columns = None

@@ -38,9 +38,10 @@ class Arguments(NamedTuple):
     options: LossOptions
     tp_group: dist.ProcessGroup | None
 
-    @property
-    def may_have_dtensors(self) -> bool:
-        return not _LOCAL.issuperset(map(type, self[:6]))
+
+def may_have_dtensors(arguments: Arguments) -> bool:
+    """No property: the Dynamo of torch 2.9 traces none of a NamedTuple."""
+    return not _LOCAL.issuperset(map(type, arguments[:6]))
 
 
 def tempered(temperature: Any, labels: Tensor) -> Tensor | None:
