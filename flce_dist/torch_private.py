@@ -48,6 +48,18 @@ def is_wanted(node: Any) -> bool:
         return True
 
 
+def is_returned(leaf: Any) -> bool:
+    """Whether ``torch.autograd.grad``, which runs, returns the gradient that goes to this leaf.
+
+    Without it: no. With accumulate_dweight it then returns None, or zeros that share one element.
+    """
+    try:
+        getattr(torch._C, "_will_engine_execute_node", lambda node: True)(leaf)
+    except RuntimeError:  # as above
+        return True
+    return False
+
+
 transforms: Callable[[], bool] = getattr(
     torch._C, "_are_functorch_transforms_active", lambda: False
 )

@@ -83,6 +83,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 wants_dweight=wants_dweight,
                 is_last=not torch_private.keeps_graph(),
             )
+            if call.accumulates_dweight and torch_private.is_returned(ctx.next_functions[1][0]):
+                gradients = gradients[0], ctx.main_grad.zeros(), gradients[2]
         return *gradients, None, None, None, None
 
 
