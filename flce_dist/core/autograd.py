@@ -87,6 +87,14 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 gradients = gradients[0], ctx.main_grad.zeros(), gradients[2]
         return *gradients, None, None, None, None
 
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(
+            "flce_dist has no forward-mode derivative (torch.autograd.forward_ad, "
+            'jacobian(..., strategy="forward-mode")): use backward or torch.autograd.grad, or '
+            "differentiate flce_dist.reference instead"
+        )
+
 
 def keep(
     ctx: Any,
