@@ -126,6 +126,11 @@ def outside_graphs(function: Any, name: str) -> Any:
     """
     if not torch.compiler.is_compiling():
         return function
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            f"{name} is not part of a graph of torch.export; export what returns the hidden "
+            f"states, and call {name} on these"
+        )
     reason = (
         f"{name} is not part of a graph of torch.compile; use fullgraph=False, with which the "
         "graph ends before it and another one begins after it"

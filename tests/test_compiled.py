@@ -2,17 +2,26 @@
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
-from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist import (
+    filtered,
+    linear_cross_entropy,
+    linear_cross_entropy_with_metrics,
+    linear_divergence,
+    linear_logprob,
+    linear_sample,
+    linear_top_k,
+)
 from flce_dist.arguments.options import LossOptions
 from flce_dist.compiled import values_of
 from flce_dist.kernels.interface import kernels_of
@@ -157,6 +166,48 @@ def test_refusals_keep_their_message(fn, changes, options, message):
     arguments = dict(enumerate((HIDDEN, WEIGHT, BIAS, LABELS))) | changes
     with pytest.raises(Exception, match=message):
         torch.compile(fn, fullgraph=True, backend="aot_eager")(*arguments.values(), options)
+
+
+class Exported(nn.Module):
+    """``call(hidden, weight, labels)`` of a weight of its own."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(WEIGHT.detach().clone())
+        self.call = call
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Any:
+        return self.call(hidden, self.weight, labels)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_loss_is_for_a_range_of_tokens(strict):
+    module, tokens = Exported(linear_cross_entropy), {1: torch.export.Dim("tokens", max=512)}
+    with torch.no_grad():
+        exported = torch.export.export(
+            module, (HIDDEN, LABELS), strict=strict, dynamic_shapes=(tokens, tokens)
+        ).module()
+        hidden, _, _, labels = inputs(5)
+        assert torch.equal(exported(hidden, labels), module(hidden, labels))
+
+
+OUTSIDE: dict[str, Callable[..., Any]] = {
+    "linear_logprob": lambda hidden, weight, ids: linear_logprob(hidden, weight, ids[..., None]),
+    "linear_divergence": lambda hidden, weight, _: linear_divergence(
+        hidden, weight, hidden.detach(), weight.detach()
+    ),
+    "linear_top_k": lambda hidden, weight, _: linear_top_k(hidden, weight, 3),
+    "linear_sample": lambda hidden, weight, _: linear_sample(hidden, weight, 5),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_is_not_exported_says_so(name, strict):
+    hidden, ids = HIDDEN.detach(), LABELS.clamp(min=0)
+    message = rf"{name} is not part of a graph of torch\.export; export what returns the hidden"
+    with torch.no_grad(), pytest.raises(Exception, match=message):
+        torch.export.export(Exported(OUTSIDE[name]), (hidden, ids), strict=strict)
 
 
 def test_transforms_are_refused_by_name():
