@@ -48,6 +48,18 @@ def is_wanted(node: Any) -> bool:
         return True
 
 
+def is_returned(leaf: Any) -> bool:
+    """Whether ``torch.autograd.grad``, which runs, returns the gradient that goes to this leaf.
+
+    Without it: no. With accumulate_dweight it then returns None, or zeros that share one element.
+    """
+    try:
+        getattr(torch._C, "_will_engine_execute_node", lambda node: True)(leaf)
+    except RuntimeError:  # as above
+        return True
+    return False
+
+
 transforms: Callable[[], bool] = getattr(
     torch._C, "_are_functorch_transforms_active", lambda: False
 )
@@ -117,6 +129,11 @@ def outside_graphs(function: Any, name: str) -> Any:
     """
     if not torch.compiler.is_compiling():
         return function
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            f"{name} is not part of a graph of torch.export; export what returns the hidden "
+            f"states, and call {name} on these"
+        )
     reason = (
         f"{name} is not part of a graph of torch.compile; use fullgraph=False, with which the "
         "graph ends before it and another one begins after it"

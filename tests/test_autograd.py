@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from flce_dist import (
@@ -244,6 +245,22 @@ def test_second_derivatives_and_batches_are_refused_by_name(schedule):
         torch.autograd.grad(loss, leaves, upstream, is_grads_batched=True)
     with pytest.raises(NotImplementedError, match=message):
         torch.vmap(lambda g: torch.autograd.grad(loss, leaves, g, retain_graph=True))(upstream)
+
+
+@each_schedule
+def test_forward_mode_is_refused_by_name(schedule):
+    inputs = small("eager")
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, inputs.labels, schedule=schedule)
+
+    leaves = inputs.hidden, inputs.weight
+    with pytest.raises(NotImplementedError, match=r"^flce_dist has no forward-mode derivative"):
+        torch.autograd.functional.jacobian(loss, leaves, strategy="forward-mode", vectorize=True)
+    for changed in range(2):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+            dual = forward_ad.make_dual(leaves[changed], torch.ones_like(leaves[changed]))
+            loss(*(dual if i == changed else x for i, x in enumerate(leaves)))
 
 
 TRANSFORMS: dict[str, Callable[..., Any]] = {

@@ -2,12 +2,13 @@
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
@@ -16,6 +17,10 @@ from flce_dist import (
     filtered,
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
+    linear_divergence,
+    linear_logprob,
+    linear_sample,
+    linear_top_k,
     vocab_range,
 )
 from flce_dist.arguments.options import LossOptions
@@ -85,6 +90,19 @@ def test_one_graph_for_any_number_of_tokens(name, fn, impl):
         pair = results(compiled, T, options), results(fn, T, options)
         for ours, expected in zip(*pair, strict=True):
             assert torch.equal(ours, expected) or relative_rms(ours, expected) < 1e-6 * by_inductor
+    assert counter.frame_count == 2  # one for the first T, one for every other
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+@pytest.mark.parametrize("name", ["plain", "recompute, none", "cached, padded", "in_forward"])
+def test_one_graph_for_windows_of_any_size(name, with_gradients):
+    """Of more tokens windows have fewer columns, or their sizes another form."""
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(plain_loss, fullgraph=True, backend=counter)
+    with torch.set_grad_enabled(with_gradients):
+        for T in (9, 13, 2500, 9000):
+            found, expected = (call(*inputs(T), OPTIONS[name]) for call in (compiled, plain_loss))
+            assert torch.equal(found, expected)
     assert counter.frame_count == 2  # one for the first T, one for every other
 
 
@@ -162,6 +180,48 @@ def test_refusals_keep_their_message(fn, changes, options, message):
     arguments = dict(enumerate((HIDDEN, WEIGHT, BIAS, LABELS))) | changes
     with pytest.raises(Exception, match=message):
         torch.compile(fn, fullgraph=True, backend="aot_eager")(*arguments.values(), options)
+
+
+class Exported(nn.Module):
+    """``call(hidden, weight, labels)`` of a weight of its own."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(WEIGHT.detach().clone())
+        self.call = call
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Any:
+        return self.call(hidden, self.weight, labels)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_loss_is_for_any_number_of_tokens(strict):
+    module, tokens = Exported(linear_cross_entropy), {1: torch.export.Dim("tokens")}
+    with torch.no_grad():
+        exported = torch.export.export(
+            module, (HIDDEN, LABELS), strict=strict, dynamic_shapes=(tokens, tokens)
+        ).module()
+        hidden, _, _, labels = inputs(5)
+        assert torch.equal(exported(hidden, labels), module(hidden, labels))
+
+
+OUTSIDE: dict[str, Callable[..., Any]] = {
+    "linear_logprob": lambda hidden, weight, ids: linear_logprob(hidden, weight, ids[..., None]),
+    "linear_divergence": lambda hidden, weight, _: linear_divergence(
+        hidden, weight, hidden.detach(), weight.detach()
+    ),
+    "linear_top_k": lambda hidden, weight, _: linear_top_k(hidden, weight, 3),
+    "linear_sample": lambda hidden, weight, _: linear_sample(hidden, weight, 5),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_is_not_exported_says_so(name, strict):
+    hidden, ids = HIDDEN.detach(), LABELS.clamp(min=0)
+    message = rf"{name} is not part of a graph of torch\.export; export what returns the hidden"
+    with torch.no_grad(), pytest.raises(Exception, match=message):
+        torch.export.export(Exported(OUTSIDE[name]), (hidden, ids), strict=strict)
 
 
 def test_transforms_are_refused_by_name():

@@ -15,26 +15,33 @@ from tests.test_main_grad import assert_added, loss_of, parameter, problem, step
 
 
 @each_schedule
-def test_a_backward_in_two_executions_adds_once(schedule):
-    """Zero-bubble pipelines ask for the input's gradient first and for the weight's later."""
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_backward_in_two_executions_adds_once(schedule, flag):
+    """Zero-bubble pipelines ask for the input's gradient first and for the weight's later.
+
+    They add what the weight gets of a second microbatch to that of the first, in place.
+    """
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
     inputs = problem()
-    weight, dweight = parameter(inputs), unfused(inputs, schedule=schedule)
+    weight, dweight = parameter(inputs, flag=flag), unfused(inputs, schedule=schedule)
     expected = step(inputs, parameter(inputs), schedule=schedule)
-    hidden = inputs.hidden.clone().requires_grad_()
-    loss = loss_of(inputs, weight, 1.0 * hidden, schedule=schedule)
-    (dhidden,), groups = stage_backward_input([loss], None, [hidden], iter([weight]))
-    assert dhidden is not None and torch.equal(dhidden, expected)
-    assert torch.equal(weight.main_grad, weight.before) and not weight.grad_added_to_main_grad
-    try:
-        stage_backward_weight(iter([weight]), groups)
-    except RuntimeError as error:
-        if "_input_metadata" not in str(error):
-            raise
-        pytest.skip(f"these pipelines of torch {torch.__version__} take no autograd.Function")
-    assert_added(weight, dweight)
-    assert weight.grad_added_to_main_grad
+    for before in range(2):
+        hidden = inputs.hidden.clone().requires_grad_()
+        loss = loss_of(inputs, weight, 1.0 * hidden, schedule=schedule)
+        (dhidden,), groups = stage_backward_input([loss], None, [hidden], iter([weight]))
+        assert dhidden is not None and torch.equal(dhidden, expected)
+        assert_added(weight, dweight, times=before)
+        try:
+            stage_backward_weight(iter([weight]), groups)
+        except RuntimeError as error:
+            if "_input_metadata" not in str(error):
+                raise
+            version = torch.__version__
+            pytest.skip(f"these pipelines of torch {version} take no autograd.Function")
+        assert_added(weight, dweight, times=before + 1)
+    assert getattr(weight, "grad_added_to_main_grad", None) is (True if flag else None)
+    assert not weight.grad.any()
 
 
 @each_schedule

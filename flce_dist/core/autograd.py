@@ -83,7 +83,17 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 wants_dweight=wants_dweight,
                 is_last=not torch_private.keeps_graph(),
             )
+            if call.accumulates_dweight and torch_private.is_returned(ctx.next_functions[1][0]):
+                gradients = gradients[0], ctx.main_grad.zeros(), gradients[2]
         return *gradients, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(
+            "flce_dist has no forward-mode derivative (torch.autograd.forward_ad, "
+            'jacobian(..., strategy="forward-mode")): use backward or torch.autograd.grad, or '
+            "differentiate flce_dist.reference instead"
+        )
 
 
 def keep(

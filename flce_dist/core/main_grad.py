@@ -52,6 +52,13 @@ class MainGrad:
         zero = torch.zeros((), dtype=self.dtype, device=self.weight.device)
         return zero.expand(self.weight.shape)
 
+    def zeros(self) -> Tensor:
+        """Return what ``torch.autograd.grad`` does for weight: zeros that others may add to.
+
+        Pipelines that make it their weight's ``grad`` add that of the next microbatch in place.
+        """
+        return torch.zeros(self.weight.shape, dtype=self.dtype, device=self.weight.device)
+
     def added(self, dweight: Tensor) -> Tensor | None:
         """Add a dweight [V, H] that exists already; return what autograd gets."""
         main_grad, accumulates = self.opened()

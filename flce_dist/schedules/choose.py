@@ -1,10 +1,13 @@
 """Which columns of the logits are cached, which are recomputed, and how many tokens at a time.
 
 A pure function of facts that all ranks share, so all plan alike and issue the same collectives.
+Compilers plan for a symbolic T: ``sym_min`` compares without deciding, so a graph serves all T.
 T = tokens, V = rows of the largest even shard.
 """
 
 from typing import NamedTuple
+
+from torch import sym_max, sym_min
 
 from flce_dist.arguments.options import ScheduleName
 from flce_dist.schedules.in_forward import InForward, LentWindows
@@ -78,7 +81,7 @@ def choose_schedule(
 
     caches = schedule == "auto"
     reduces = reduces or schedule == "in_forward"
-    budget = max_logits_bytes or max(default, _spares_a_gemm(shape, reduces))
+    budget = max_logits_bytes or sym_max(default, _spares_a_gemm(shape, reduces))
     once = None
     if max_logits_bytes is None:
         once = _computing_once(
@@ -139,7 +142,7 @@ def _spares_a_gemm(shape: _Shape, reduces: bool) -> int:
     V = shape.V
     itemsize = shape.itemsize
     window = _widest_window(shape) if shape.converts else 0
-    budgets = [2 * (V + window) * min(T, _MANY_TOKENS)]  # exponentials of 16 bits
+    budgets = [2 * (V + window) * sym_min(T, _MANY_TOKENS)]  # exponentials of 16 bits
     if reduces and not shape.converts:
         # In_forward takes less: half of dweight holds some of them, or chunks accumulate dweight.
         budgets.append(V * (T * itemsize - min(T * itemsize, shape.row) // 2))
@@ -151,7 +154,8 @@ def _spares_a_gemm(shape: _Shape, reduces: bool) -> int:
 
 
 def _widest_window(shape: _Shape) -> int:
-    return min(_MAX_WINDOW, max(_MIN_WINDOW, _round_down(_WINDOW_BYTES // shape.column_bytes)))
+    window = sym_max(_MIN_WINDOW, _round_down(_WINDOW_BYTES // shape.column_bytes))
+    return sym_min(_MAX_WINDOW, window)
 
 
 def _windows(shape: _Shape, budget: int | None, limit: int | None, *, caches: bool) -> Windows:
@@ -165,11 +169,11 @@ def _windows(shape: _Shape, budget: int | None, limit: int | None, *, caches: bo
     if budget is not None:
         columns = budget // column_bytes
         if caches:  # what is cached gets the larger part, as long as windows are not too narrow
-            columns = max(columns * 3 // 10, min(columns, _MIN_WINDOW, V // 4))
-        window = min(window, max(_TILE, _round_down(columns)))
-    if window > _WAVE:
-        window -= window % _WAVE
-    window = max(1, min(window, V))
+            columns = sym_max(columns * 3 // 10, sym_min(columns, min(_MIN_WINDOW, V // 4)))
+        window = sym_min(window, sym_max(_TILE, _round_down(columns)))
+    waves = window - window % _WAVE
+    window = sym_max(waves, sym_min(window, _WAVE))
+    window = sym_max(1, sym_min(window, V))
     if caches and budget is not None and (V + (window if converts else 0)) * column_bytes > budget:
         cached = max(0, _round_down((budget - window * column_bytes) // column_bytes))
     held = cached + (window if cached < V or converts else 0)
