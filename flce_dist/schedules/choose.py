@@ -19,7 +19,7 @@ DEFAULT_LOGITS_BYTES = 1 << 30
 FROZEN_LOGITS_BYTES = 1 << 28
 """The same where hidden alone needs a gradient: chunks add to no dweight, so many cost nothing."""
 
-FEW_COLUMNS = 32
+FEW_COLUMNS = 1024
 """Vocabulary entries up to which fp16's ``auto`` caches nothing: a cache of exponentials is bf16,
 whose rounding does not average out over so few. To compute their logits again costs little."""
 
