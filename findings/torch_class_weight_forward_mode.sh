@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# torch 2.13.0: in forward mode (torch.func.jvp and jacfwd) F.cross_entropy and F.nll_loss with class
+# torch 2.13.0: in forward mode (torch.func.jvp and jacfwd) F.cross_entropy and F.nll_loss of class
 # indices, and F.binary_cross_entropy, are constants in their weight: its tangent is dropped. So
-# learned weights of classes or examples get derivatives of 0, or, where the logits depend on the
-# same parameter, wrong ones. No error, no warning. In backward such a weight raises an error that
-# it is not differentiable; cross_entropy with class probabilities is right in both modes.
+# learned weights of classes or examples get derivatives of 0, or wrong ones where the logits depend
+# on them too. No error, no warning. In backward such a weight raises an error that it is not
+# differentiable; cross_entropy of class probabilities is right in both modes.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
