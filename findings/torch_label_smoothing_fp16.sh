@@ -2,8 +2,9 @@
 # torch 2.13.0: F.cross_entropy of fp16 logits with label_smoothing and class indices adds the log
 # probabilities of all classes, and of all tokens for "mean" and "sum", before it divides. So with
 # 50000 classes the loss of every token is inf, with 1000 the mean of a batch of 64, though they are
-# about 11 and 7; what looks at the loss, as a check for divergence, is misled. No error, no warning;
-# the gradients are right, as is the loss without smoothing, or of class probabilities with it.
+# about 11 and 7; what looks at the loss, as a check for divergence, is misled. No error, no
+# warning; the gradients are right, and so are the losses without smoothing, and those of class
+# probabilities with it.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
