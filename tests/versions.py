@@ -49,6 +49,12 @@ USERS = {
         ("compat_trl", "compat_trl_steps", "compat_trl_divergence", "compat_verl"),
     ),
     "transformers-5": ("2.13", ("transformers==5.*", "peft", "accelerate"), HF),
+    # With torch 2.9 their loading of tensor-parallel weights on four ranks does not end.
+    "transformers-5-torch-2.9": (
+        "2.9",
+        ("transformers==5.*", "peft", "accelerate"),
+        tuple(name for name in HF if name != "hf_on_ranks"),
+    ),
     "transformers-4.57": ("2.13", ("transformers==4.57.*", "peft", "accelerate"), HF),
     "torchtitan-0.3": ("2.14", ("torchtitan==0.3.*",), ("compat_torchtitan", "page_scripts")),
 }

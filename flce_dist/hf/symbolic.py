@@ -238,4 +238,5 @@ def _replaced(x: Any, replace: Callable[[SymbolicLogits], Any]) -> Any:
 
 def _holds(x: Any) -> bool:
     """Whether symbolic logits may be within."""
-    return isinstance(x, SymbolicLogits | dict | list | tuple) or dataclasses.is_dataclass(x)
+    kinds = (SymbolicLogits, dict, list, tuple)  # the Dynamo of torch 2.9 knows no union of them
+    return isinstance(x, kinds) or dataclasses.is_dataclass(x)
