@@ -87,8 +87,8 @@ def test_kept_exponentials_are_rounded_before_they_cancel(schedule: str) -> None
     (torch.bfloat16, 128256, 0.99, "in_forward"),
     (torch.bfloat16, 128256, 0.999, "recompute"),
     (torch.float32, 100, 1.0, "cached"),
-    (torch.float16, 32, 0.0, "recompute"),
-    (torch.float16, 33, 0.0, "cached"),
+    (torch.float16, 1024, 0.0, "recompute"),
+    (torch.float16, 1025, 0.0, "cached"),
     (torch.bfloat16, 2, 0.0, "cached"),
 ])  # fmt: skip
 def test_auto_recomputes_only_where_rounding_shows(
