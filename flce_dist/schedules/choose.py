@@ -171,8 +171,8 @@ def _windows(shape: _Shape, budget: int | None, limit: int | None, *, caches: bo
         if caches:  # what is cached gets the larger part, as long as windows are not too narrow
             columns = sym_max(columns * 3 // 10, sym_min(columns, min(_MIN_WINDOW, V // 4)))
         window = sym_min(window, sym_max(_TILE, _round_down(columns)))
-    waves = window - window % _WAVE
-    window = sym_max(waves, sym_min(window, _WAVE))
+    whole_waves = window - window % _WAVE
+    window = sym_max(whole_waves, sym_min(window, _WAVE))  # or less than one
     window = sym_max(1, sym_min(window, V))
     if caches and budget is not None and (V + (window if converts else 0)) * column_bytes > budget:
         cached = max(0, _round_down((budget - window * column_bytes) // column_bytes))
