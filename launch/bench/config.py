@@ -195,10 +195,10 @@ def check_config(config: BenchConfig, *, world_size: int) -> None:
 
 def runs_of(config: BenchConfig, shape: ShapeSpec) -> list[RunSpec]:
     """Return the runs at ``shape``, the floors that they need among them, those first."""
-    given = shape.runs or config.runs
-    needed = {run.impl if run.impl in FLOORS else floor_of(run) for run in given}
+    runs = shape.runs or config.runs
+    needed = {run.impl if run.impl in FLOORS else floor_of(run) for run in runs}
     floors = [RunSpec(name, mode=floor.mode) for name, floor in FLOORS.items() if name in needed]
-    return [*floors, *(run for run in given if run.impl not in FLOORS)]
+    return [*floors, *(run for run in runs if run.impl not in FLOORS)]
 
 
 def floor_of(run: RunSpec) -> str:
@@ -243,11 +243,11 @@ def check_shape(shape: ShapeSpec, runs: list[RunSpec], P: int) -> None:
 
 def _check_run(run: RunSpec, names: list[str], *, all_count: bool) -> None:
     """Check the options of a run, one of those of these names, at a shape where ``all_count``."""
-    known = [*OURS, *FLOORS, *PEERS, *DIVERGENCES]
+    impls = [*OURS, *FLOORS, *PEERS, *DIVERGENCES]
     ours = f"of {' and '.join(OURS)}"
     got = f"got {run.name!r}"
     counts_all = all_count and not run.max_counted
-    require(run.impl in known, f"impl must be one of {', '.join(known)}, got {run.impl!r}")
+    require(run.impl in impls, f"impl must be one of {', '.join(impls)}, got {run.impl!r}")
     if run.divergence is not None or run.impl in DIVERGENCES:
         takes_one = run.is_ours or run.impl in DIVERGENCES
         fits = run.divergence is not None and takes_one and counts_all
