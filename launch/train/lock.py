@@ -48,8 +48,8 @@ def locked(folder: Path) -> Iterator[None]:
             raise RunError(f"cannot lock {path}: {error.strerror}; {must}") from error
         if path.stat().st_size > 0:
             holder, before = _read(path)
-            # If any is alike, the run that left its text is over: on this machine flock would tell
-            # of it, and Slurm starts a job again only after all its processes have ended.
+            # If one of these is equal, the run that left the text is over: flock sees the runs of
+            # this machine, and Slurm restarts a job only after all its processes have ended.
             same = ("host", "boot", "slurm_job")
             if not any(owner[key] and owner[key] == before.get(key) for key in same):
                 raise RunError(
