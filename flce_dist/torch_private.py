@@ -42,10 +42,7 @@ def is_wanted(node: Any) -> bool:
 
     Without it: yes. With accumulate_dweight a backward for hidden alone then adds dweight, too.
     """
-    try:
-        return getattr(torch._C, "_will_engine_execute_node", lambda node: True)(node)
-    except RuntimeError:  # it answers so about a leaf that torch.autograd.grad was asked for
-        return True
+    return is_returned(node) or _is_executed(node)
 
 
 def is_returned(leaf: Any) -> bool:
@@ -54,10 +51,14 @@ def is_returned(leaf: Any) -> bool:
     Without it: no. With accumulate_dweight it then returns None, or zeros that share one element.
     """
     try:
-        getattr(torch._C, "_will_engine_execute_node", lambda node: True)(leaf)
-    except RuntimeError:  # as above
+        _is_executed(leaf)
+    except RuntimeError:  # torch answers so about a leaf that torch.autograd.grad was asked for
         return True
     return False
+
+
+def _is_executed(node: Any) -> bool:
+    return getattr(torch._C, "_will_engine_execute_node", lambda node: True)(node)
 
 
 transforms: Callable[[], bool] = getattr(

@@ -187,8 +187,8 @@ def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
     if local.requires_grad:
         local.register_hook(lambda dx: dx / divisor)
     # Without the last dimension, tensor parallelism: torch 2.9 redistributes _StridedShard wrongly.
-    over_data = x.placements[: data_mesh.ndim]
-    of_data: list[Any] = [p if p.is_replicate() else Shard(p.dim) for p in over_data]
+    over_data: Any = x.placements[: data_mesh.ndim]
+    of_data = [p if p.is_replicate() else Shard(p.dim) for p in over_data]
     part = from_local(local, data_mesh, of_data, (end - start, *x.shape[1:]), x.stride())
     whole = part.redistribute(placements=[Replicate()] * data_mesh.ndim, forward_dtype=dtype)
     return whole.to_local(grad_placements=[Partial()] * data_mesh.ndim)
