@@ -75,6 +75,7 @@ class PluggedLayer:
 
     def computed(self: Any, hidden: Tensor, compute: Callable[[Tensor], Any]) -> Any:
         """Call the layer with ``compute`` for the forward that tensor parallelism has given it."""
+        # Not by pop, which Dynamo traces only from torch 2.13 on.
         own = vars(self)["forward"] if "forward" in vars(self) else None
         if own is not None:
             del self.forward
