@@ -132,6 +132,14 @@ def run(call: Callable[..., tuple], inputs: Inputs, upstream: Upstream, **option
     return results
 
 
+def graph(inputs: Inputs, **kwargs: Any) -> tuple[Tensor, list[Tensor]]:
+    """Return the loss, and its leaves: copies of hidden, weight and bias."""
+    assert inputs.bias is not None
+    operands = inputs.hidden, inputs.weight, inputs.bias
+    leaves = hidden, weight, bias = [x.detach().clone().requires_grad_() for x in operands]
+    return linear_cross_entropy(hidden, weight, inputs.labels, bias=bias, **kwargs), leaves
+
+
 def run_op(inputs: Inputs, upstream: Upstream, *, impl: str, **options: Any) -> Outcome:
     """Run the op on the device of ``impl``; return results on the CPU."""
     with_metrics = options.pop("with_metrics", bool(upstream.metrics))

@@ -1,10 +1,10 @@
 """The op within autograd: frozen operands, second passes, changes in place, autocast, activation
-checkpointing, another current device, refusals.
+checkpointing, another current device.
 """
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,37 +15,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from flce_dist import (
-    LinearCrossEntropy,
-    data_parallel_linear_cross_entropy,
-    filtered,
-    linear_cross_entropy,
-    linear_cross_entropy_with_metrics,
-    linear_divergence,
-    linear_logprob,
-    linear_sample,
-    linear_top_k,
-    plan,
-)
+from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.kernels import eager, gpu
 from flce_dist.parallel import collectives
 from flce_dist.testing import relative_rms
 from tests.devices import our_call
 from tests.flops import gemms_of
 from tests.problems import (
-    METRICS,
     SCHEDULES,
-    Inputs,
     Upstream,
     both,
     device_of,
     each_schedule,
     everywhere,
+    graph,
     make_inputs,
-    metric_upstream,
     poisoned_memory,
     run,
     run_op,
@@ -83,13 +69,6 @@ def test_frozen_operands(impl, way):
                 assert torch.equal(leaf.grad.cpu(), expected[f"d{name}"]), name
             else:
                 assert leaf.grad is None
-
-
-def graph(inputs: Inputs, **kwargs: Any) -> tuple[Tensor, list[Tensor]]:
-    assert inputs.bias is not None
-    operands = inputs.hidden, inputs.weight, inputs.bias
-    leaves = hidden, weight, bias = [x.detach().clone().requires_grad_() for x in operands]
-    return linear_cross_entropy(hidden, weight, inputs.labels, bias=bias, **kwargs), leaves
 
 
 @both
@@ -232,99 +211,3 @@ def test_messages_between_hosts_use_a_device_of_the_group(monkeypatch, backends,
     group: Any = object()
     assert collectives.message_device(x, group) == torch.device(device)
     assert collectives.message_device(x, None) == torch.device("cpu")
-
-
-@each_schedule
-def test_second_derivatives_and_batches_are_refused_by_name(schedule):
-    loss, leaves = graph(small("eager"), schedule=schedule)
-    with pytest.raises(NotImplementedError, match="create_graph=True"):
-        torch.autograd.grad(loss, leaves, create_graph=True)
-    upstream = torch.ones(2, *loss.shape)
-    message = r"is_grads_batched=True.* once for each upstream"
-    with pytest.raises(NotImplementedError, match=message):
-        torch.autograd.grad(loss, leaves, upstream, is_grads_batched=True)
-    with pytest.raises(NotImplementedError, match=message):
-        torch.vmap(lambda g: torch.autograd.grad(loss, leaves, g, retain_graph=True))(upstream)
-
-
-@each_schedule
-def test_forward_mode_is_refused_by_name(schedule):
-    inputs = small("eager")
-
-    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden, weight, inputs.labels, schedule=schedule)
-
-    leaves = inputs.hidden, inputs.weight
-    with pytest.raises(NotImplementedError, match=r"^flce_dist has no forward-mode derivative"):
-        torch.autograd.functional.jacobian(loss, leaves, strategy="forward-mode", vectorize=True)
-    for changed in range(2):
-        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
-            dual = forward_ad.make_dual(leaves[changed], torch.ones_like(leaves[changed]))
-            loss(*(dual if i == changed else x for i, x in enumerate(leaves)))
-
-
-TRANSFORMS: dict[str, Callable[..., Any]] = {
-    "grad": lambda f, weight: torch.func.grad(f)(weight),
-    "jacrev": lambda f, weight: torch.func.jacrev(f)(weight),
-    "jvp": lambda f, weight: torch.func.jvp(f, (weight,), (weight,)),
-    "vmap": lambda f, weight: torch.vmap(f)(torch.stack([weight, weight])),
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_are_refused_by_name(name):
-    inputs = small("eager")
-
-    def loss(weight: Tensor) -> Tensor:
-        return linear_cross_entropy(inputs.hidden, weight, inputs.labels)
-
-    with pytest.raises(NotImplementedError, match=r"torch\.func .* use backward or torch"):
-        TRANSFORMS[name](loss, inputs.weight)
-
-
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "linear_cross_entropy": linear_cross_entropy,
-    "linear_cross_entropy_with_metrics": linear_cross_entropy_with_metrics,
-    "data_parallel_linear_cross_entropy": partial(
-        data_parallel_linear_cross_entropy, data_group=None
-    ),
-    "linear_logprob": lambda hidden, weight, labels: linear_logprob(
-        hidden, weight, labels[:, None]
-    ),
-    "linear_divergence": lambda hidden, weight, labels: linear_divergence(
-        hidden, weight, hidden.detach(), weight.detach()
-    ),
-    "linear_top_k": lambda hidden, weight, labels: linear_top_k(hidden, weight, 2, labels=labels),
-    "linear_sample": lambda hidden, weight, labels: linear_sample(hidden, weight, 1),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_fake_tensors_are_refused_by_name(name):
-    """In their mode and outside it; a plan of them is made, as of shapes."""
-    with FakeTensorMode() as mode:
-        fakes = torch.empty(6, 4), torch.empty(9, 4), torch.zeros(6, dtype=torch.int64)
-    for inside in (mode, nullcontext()):
-        with inside, pytest.raises(ValueError, match=f"got a FakeTensor: call {name} outside Fake"):
-            FUNCTIONS[name](*fakes)
-        with inside:
-            assert plan(*fakes).tokens == 6
-
-
-def test_a_layer_made_of_fake_tensors_has_no_values():
-    with FakeTensorMode():
-        layer = LinearCrossEntropy(4, 9, bias=True)
-        assert layer.logits(torch.empty(6, 4)).shape == (6, 9)
-        with pytest.raises(ValueError, match="got a FakeTensor: call linear_cross_entropy outside"):
-            layer(torch.empty(6, 4), torch.zeros(6, dtype=torch.int64))
-
-
-@pytest.mark.parametrize(("schedule", "message"), [
-    ("in_forward", "use schedule='recompute'"),
-    (filtered.schedule(0.1), r"filtered\.schedule has gradients of the loss only"),
-])  # fmt: skip
-@pytest.mark.parametrize("name", METRICS)
-def test_gradients_of_metrics_are_refused(name, schedule, message):
-    inputs, upstream = small("eager"), Upstream(1.0, metric_upstream(37, name))
-    with pytest.raises(NotImplementedError, match=message):
-        run_op(inputs, upstream, impl="eager", schedule=schedule)

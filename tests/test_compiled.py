@@ -17,10 +17,6 @@ from flce_dist import (
     filtered,
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
-    linear_divergence,
-    linear_logprob,
-    linear_sample,
-    linear_top_k,
     vocab_range,
 )
 from flce_dist.arguments.options import LossOptions
@@ -28,6 +24,7 @@ from flce_dist.compiled import values_of
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.testing import relative_rms
 from tests.devices import each_device, inputs_on
+from tests.function_calls import CALLS
 from tests.problems import DTYPES, device_of, everywhere, pairwise
 
 H, V = 16, 70
@@ -205,14 +202,7 @@ def test_an_exported_loss_is_for_any_number_of_tokens(strict):
         assert torch.equal(exported(hidden, labels), module(hidden, labels))
 
 
-OUTSIDE: dict[str, Callable[..., Any]] = {
-    "linear_logprob": lambda hidden, weight, ids: linear_logprob(hidden, weight, ids[..., None]),
-    "linear_divergence": lambda hidden, weight, _: linear_divergence(
-        hidden, weight, hidden.detach(), weight.detach()
-    ),
-    "linear_top_k": lambda hidden, weight, _: linear_top_k(hidden, weight, 3),
-    "linear_sample": lambda hidden, weight, _: linear_sample(hidden, weight, 5),
-}
+OUTSIDE = ("linear_logprob", "linear_divergence", "linear_top_k", "linear_sample")
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -221,7 +211,7 @@ def test_what_is_not_exported_says_so(name, strict):
     hidden, ids = HIDDEN.detach(), LABELS.clamp(min=0)
     message = rf"{name} is not part of a graph of torch\.export; export what returns the hidden"
     with torch.no_grad(), pytest.raises(Exception, match=message):
-        torch.export.export(Exported(OUTSIDE[name]), (hidden, ids), strict=strict)
+        torch.export.export(Exported(CALLS[name]), (hidden, ids), strict=strict)
 
 
 def test_transforms_are_refused_by_name():

@@ -33,7 +33,7 @@ FILES = (
     "fsdp", "testing", "autograd", "backward", "peer_copies", "peer_memory", "module", "filtered",
     "rescue", "compiled", "compiled_on_ranks", "torch_private", "counted", "skip_ignored", "scores",
     "scores_on_ranks", "divergence", "divergence_on_ranks", "data_parallel",
-    "data_parallel_training", "frozen", "parallel_style",
+    "data_parallel_training", "frozen", "parallel_style", "refused_tracing",
 )  # fmt: skip
 HF = (
     "hf", "hf_hooks", "hf_stand_in", "hf_lora", "hf_adapters", "hf_on_ranks", "hf_trainer",
