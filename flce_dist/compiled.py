@@ -100,14 +100,14 @@ def apply(arguments: Arguments, needs: Needs, last_columns: Tensor | None) -> tu
     options = arguments.options
     tp_group = arguments.tp_group
     check_compiled(options, needs)
-    outputs = _operator("forward", tp_group)(
+    outputs = _operator("forward", on_ranks=tp_group is not None)(
         *arguments[: _TENSORS - 1],
         last_columns,
         *values_of(options),
         None if tp_group is None else tp_group.group_name,
         list(needs),
     )
-    return tuple(outputs[: 1 + _metrics(options)])
+    return tuple(outputs[: 1 + _number_of_metrics(options)])
 
 
 def values_of(options: LossOptions) -> list[Any]:
@@ -130,11 +130,11 @@ def _options_of(values: Sequence[Any]) -> LossOptions:
     return LossOptions(**named)
 
 
-def _operator(name: str, group: object) -> Any:
-    return getattr(torch.ops.flce_dist, name if group is None else f"{name}_on_ranks")
+def _operator(name: str, *, on_ranks: bool) -> Any:
+    return getattr(torch.ops.flce_dist, f"{name}_on_ranks" if on_ranks else name)
 
 
-def _metrics(options: LossOptions) -> int:
+def _number_of_metrics(options: LossOptions) -> int:
     """Return how many outputs follow the loss."""
     schedule = options.schedule
     results = LossWithMetrics if isinstance(schedule, str) else schedule.results
@@ -149,8 +149,8 @@ def _prepare(tensors: _Tensors, spec: _Spec) -> tuple[Call, Operands]:
     return prepare(Arguments(*arguments), spec.needs, is_compiled=True, last_columns=last_columns)
 
 
-def _present(tensors: Any, like: Tensor) -> list[Tensor]:
-    """Operators return tensors: an empty one stands for None."""
+def _without_none(tensors: Any, like: Tensor) -> list[Tensor]:
+    """Return the tensors as operators must, which return no None: an empty one stands for it."""
     return [like.new_empty(0) if x is None else x for x in tensors]
 
 
@@ -165,7 +165,7 @@ def _forward(*inputs: Any) -> list[Tensor]:
     with torch.no_grad():
         loss, metrics, saved = run_forward(call, operands)
     outputs = [x.reshape(shape) if x.dim() else x for x in (loss, *metrics) if x is not None]
-    return outputs + (_present(saved, loss) if any(spec.needs) else [])
+    return outputs + (_without_none(saved, loss) if any(spec.needs) else [])
 
 
 def _fake_forward(*inputs: Any) -> list[Tensor]:
@@ -180,12 +180,13 @@ def _fake_forward(*inputs: Any) -> list[Tensor]:
     outputs = [new(of_tokens if call.options.reduction == "none" else scalar)]
     if call.options.with_metrics:
         outputs += [new(of_tokens), new(of_tokens), new(of_tokens), new(of_tokens, torch.bool)]
-        outputs += [new(scalar) for _ in range(_metrics(call.options) - 4)]  # of the schedule
+        of_schedule = 1 + _number_of_metrics(call.options) - len(outputs)
+        outputs += [new(scalar) for _ in range(of_schedule)]
     if not any(call.needs):
         return outputs
     schedule = call.schedule
     assert isinstance(schedule, Compilable)
-    return outputs + _present(schedule.saved_like(call, operands), outputs[0])
+    return outputs + _without_none(schedule.saved_like(call, operands), outputs[0])
 
 
 def _backward(dloss: Any, dlse: Any, dlogprob: Any, dentropy: Any, *inputs: Any) -> list[Tensor]:
@@ -199,7 +200,7 @@ def _backward(dloss: Any, dlse: Any, dlogprob: Any, dentropy: Any, *inputs: Any)
     of_results = (dloss, dlse, dlogprob, dentropy)
     upstream = Upstream(*(g if g is None or g.dim() == 0 else g.reshape(-1) for g in of_results))
     gradients: Results = (None, None, None)
-    # Without tokens statistics are as empty as what stands for None.
+    # Without tokens gradients are zeros, and statistics are as empty as what stands for None.
     if tensors.labels.numel():
         present = tuple(x if x.numel() else None for x in saved)
         with torch.no_grad():  # an operator must not return its inputs
@@ -240,7 +241,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.inputs_behind = inputs[_TENSORS:]  # as an operator takes them
     ctx.spec = _Spec.of(ctx.inputs_behind)
     ctx.set_materialize_grads(False)
-    saved = output[1 + _metrics(ctx.spec.options) :]
+    saved = output[1 + _number_of_metrics(ctx.spec.options) :]
     ctx.save_for_backward(*inputs[:_TENSORS], *saved)
 
 
@@ -252,7 +253,7 @@ def _differentiate(ctx: Any, grads: Any) -> tuple[Tensor | None, ...]:
     of_spec = (None,) * len(ctx.inputs_behind)
     if all(g is None for g in upstream):
         return (None,) * _TENSORS + of_spec
-    backward = _operator("backward", spec.group_name)
+    backward = _operator("backward", on_ranks=spec.group_name is not None)
     gradients = backward(*upstream, *tensors, saved, *ctx.inputs_behind)
     needed = zip(gradients, spec.needs, strict=True)
     dhidden, dweight, dbias = (g if need else None for g, need in needed)
@@ -278,4 +279,4 @@ def _register(suffix: str) -> None:
 _register("")
 _register("_on_ranks")
 for _name in ("forward", "backward"):
-    torch_private.keep_order(_operator(_name, "of ranks").default)
+    torch_private.keep_order(_operator(_name, on_ranks=True).default)

@@ -99,7 +99,7 @@ def softcap_slope(z, softcap, inverse_temperature):
 
 @triton.jit
 def inverse_temperatures(scalars, offs_t, mask_t):
-    """Those of a tile's tokens, [BLOCK_T, 1]; 1 without temperatures, a factor that is no code."""
+    """Those of a tile's tokens, [BLOCK_T, 1]; 1 without any: the compiler drops such a factor."""
     inverse_temperature_ptr = scalars[INVERSE_TEMPERATURE]
     if inverse_temperature_ptr is None:
         return 1.0

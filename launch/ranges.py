@@ -4,6 +4,8 @@ from collections.abc import Callable
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
+import torch
+
 
 class Range(NamedTuple):
     """The numbers that a field accepts, as error text and as a predicate."""
@@ -12,8 +14,8 @@ class Range(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-_LEAST = 1.1754943508222875e-38  # normal numbers of fp32
-_LARGEST = 3.4028234663852886e38
+_LEAST = torch.finfo(torch.float32).tiny  # normal numbers of fp32
+_LARGEST = torch.finfo(torch.float32).max
 
 SIZE = Range("within [1, 2**31)", lambda x: 1 <= x < 2**31)
 SIZE_OR_0 = Range("within [0, 2**31)", lambda x: 0 <= x < 2**31)

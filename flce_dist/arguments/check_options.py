@@ -37,6 +37,7 @@ def check_options(options: LossOptions) -> LossOptions:
 
 
 def check_rows(V: int, options: LossOptions, *, P: int, rank: int) -> None:
+    """Check vocab_size and vocab_range against the V rows of this rank of P."""
     vocab_size = options.vocab_size
     if options.vocab_range is None:
         if V == 0:

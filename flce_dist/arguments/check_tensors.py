@@ -109,6 +109,7 @@ def is_dense(x: Tensor) -> bool:
 def check_group(
     tp_group: dist.ProcessGroup | None, sequence_parallel: bool, name: str = "tp_group"
 ) -> None:
+    """Check that it is None or a group, as the caller's argument ``name``."""
     if tp_group is None and sequence_parallel:
         raise ValueError("sequence_parallel=True needs a tp_group, got tp_group=None")
     if tp_group is not None and not isinstance(tp_group, dist.ProcessGroup):

@@ -23,7 +23,7 @@ from flce_dist.parallel import collectives
 _Result = TypeVar("_Result", Tensor, Tensor | None)
 
 PLAIN = (Tensor, torch.nn.Parameter)
-_LOCAL = {*PLAIN, float, type(None)}  # types of arguments that no rank shares
+_LOCAL = {*PLAIN, float, type(None)}  # types of arguments that are this rank's alone
 
 
 class Arguments(NamedTuple):
@@ -34,13 +34,16 @@ class Arguments(NamedTuple):
     labels: Tensor
     bias: Tensor | None
     token_weight: Tensor | None
-    temperature: Any  # of ``tempered``, which scores call after ``localized``
+    temperature: Any  # a tensor or None, as ``tempered`` returns it; before, a number, too
     options: LossOptions
     tp_group: dist.ProcessGroup | None
 
 
 def may_have_dtensors(arguments: Arguments) -> bool:
-    """No property: the Dynamo of torch 2.9 traces none of a NamedTuple."""
+    """Whether some may be of a type of tensor that has to be looked at, such as a DTensor.
+
+    No property: the Dynamo of torch 2.9 traces none of a NamedTuple.
+    """
     return not _LOCAL.issuperset(map(type, arguments[:6]))
 
 

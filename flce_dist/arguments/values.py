@@ -13,8 +13,8 @@ from torch import Tensor
 
 from flce_dist.arguments.options import Impl, LossOptions, Reduction, ScheduleName
 
-_LEAST = 1.1754943508222875e-38  # normal numbers of fp32
-_LARGEST = 3.4028234663852886e38
+_LEAST = torch.finfo(torch.float32).tiny  # normal numbers of fp32
+_LARGEST = torch.finfo(torch.float32).max
 _INT64 = 2**63
 _LONGEST = 100  # characters of a value in an error
 
@@ -71,10 +71,10 @@ def integer(
     """Return an int within [least, end)."""
     if value is None and optional:
         return None
-    number = _int_of(value)
-    if number is None or not least <= number < end:
+    converted = _int_of(value)
+    if converted is None or not least <= converted < end:
         raise _refusal(name, f"an int {words}", value, optional=optional, number="int")
-    return number
+    return converted
 
 
 def count(name: str, value: object, *, optional: bool = False) -> Any:
@@ -87,10 +87,10 @@ def number(
     """Return a float within [least, most]."""
     if value is None and optional:
         return None
-    number = _float_of(value)
-    if number is None or not least <= number <= most:
+    converted = _float_of(value)
+    if converted is None or not least <= converted <= most:
         raise _refusal(name, f"a float {words}", value, optional=optional, number="float")
-    return number
+    return converted
 
 
 def share(name: str, value: object) -> Any:
@@ -108,10 +108,10 @@ def positive(name: str, value: object, *, optional: bool = False) -> Any:
 
 
 def not_zero(name: str, value: object) -> Any:
-    number = _float_of(value)
-    if number is None or not _LEAST <= abs(number) <= _LARGEST:
+    converted = _float_of(value)
+    if converted is None or not _LEAST <= abs(converted) <= _LARGEST:
         raise _refusal(name, "a float that is finite and not 0 in fp32", value, number="float")
-    return number
+    return converted
 
 
 def rows(name: str, value: object) -> Any:

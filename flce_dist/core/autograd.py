@@ -34,9 +34,10 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, call, operands, main_grad, weight_ref):
-        """The first three are of ``operands``, weight its ``trained`` part; each takes host time.
+        """Autograd sees the first three, which are those of ``operands``, weight as ``trained``.
 
-        ``weight_ref`` refers to the caller's weight, perhaps a DTensor or of another dtype.
+        Others as arguments of their own would cost host time. ``weight_ref`` refers to the caller's
+        weight, perhaps a DTensor or of another dtype.
         """
         loss, metrics, saved = run_forward(call, operands)
         keep(ctx, call, operands, saved, main_grad, weight_ref)

@@ -78,6 +78,7 @@ def dlogits(
         d = part_of(buffer, 0, end - start)
         if cached is not None:
             _rescale(call, chunk, rows, window, out=d)
+            # The host does not wait for a GPU's number: of 0 tokens the kernel computes none.
             if chunk.again is not None and (chunk.again.is_cuda or chunk.again > 0):
                 _recompute(call, chunk, rows, window, chunk.again, out=d)
         elif start < end:

@@ -221,6 +221,7 @@ def dweight_factor(
     if out is None:
         out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     if rows.scale is None or rows.uniform is not None:
+        # Clears ignored rows, which may hold NaN, before a sum or the GEMM reads them.
         kernels.scale_rows(hidden, None, labels, ignore_index=ignore_index, out=out)
     row = None if rows.uniform is None else gemm.weighted_row_sum(rows.uniform, out)
     if rows.scale is not None:

@@ -101,4 +101,5 @@ def _waves(T: int, V: int, chunk_t: int) -> int:
 
 
 def _waves_of(tokens: int, V: int) -> int:
-    return -(-(-(-tokens // _TILE_T) * -(-V // _TILE_V)) // _PROGRAMS)
+    tiles = -(-tokens // _TILE_T) * -(-V // _TILE_V)
+    return -(-tiles // _PROGRAMS)

@@ -138,19 +138,19 @@ class DivergenceInForward(Divergence):
         self, call: Call, operands: Operands, teacher: TeacherOperands
     ) -> tuple[Tensor, Outputs, Saved]:
         norm = early_norm(call, operands)
-        weights, early, late_norm = factors_of_forward(call, operands, norm)
+        weights, norm_in_d, norm_in_backward = factors_of_forward(call, operands, norm)
         taken = Taken(call, self.sections(call, operands))
         accumulator = None
         if call.needs.weight:
             accumulator = new_dweight(operands.weight, self.dweight_dtype)
         gradients = Gradients(call, operands, accumulator, precedes=True, sections=taken.sections)
-        slope, scale = _factors(call, operands._replace(token_weight=weights), early, None)
+        slope, scale = _factors(call, operands._replace(token_weight=weights), norm_in_d, None)
         self.add_groups(taken, teacher, gradients, slope, scale)
         results = _results(taken, operands, norm)
         dhidden, dweight, dbias = gradients.finished(rounds_dbias=False)
         if dweight is not None and not call.is_fp16:
             dweight = dweight.to(call.dtype)
-        return *results, SavedGradients(late_norm, dhidden, dweight, dbias, None)
+        return *results, SavedGradients(norm_in_backward, dhidden, dweight, dbias, None)
 
     def backward(self, request: Backward) -> Results:
         return times_upstream(request)

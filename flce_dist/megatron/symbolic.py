@@ -93,8 +93,8 @@ class HeadCall:
             layer.question = None
         return result[0] if self._head.returns_bias else result
 
-    # --- what Megatron does to logits in between, and behind: MuP's scale; whether multi-token
-    # prediction was right; the layout of a model without labels, in a call of ``scores``
+    # What Megatron does to logits in between, and behind: MuP's scale; whether multi-token
+    # prediction was right; the layout of a model without labels, in a call of ``scores``.
 
     def __mul__(self, factor: float) -> "HeadCall":
         if not isinstance(factor, int | float):

@@ -36,7 +36,7 @@ Factors = Callable[[TokenStats, ShardLogits, tuple[int, int]], tuple[RowGradient
 """What D of a chunk is made of, from its statistics, its logits and its range of tokens."""
 
 
-class OfChunk(NamedTuple):
+class ChunkResults(NamedTuple):
     """What the pass over a chunk's logits yields, of its tokens."""
 
     stats: TokenStats
@@ -78,7 +78,7 @@ class InForward(Sizes):
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Metrics, Saved]:
         norm = early_norm(call, operands)
-        weights, early, late_norm = factors_of_forward(call, operands, norm)
+        weights, norm_in_d, norm_in_backward = factors_of_forward(call, operands, norm)
         sections = self.sections(call, operands)
         if weights is not None:
             weights = in_order_of_sections(weights, sections)
@@ -96,7 +96,7 @@ class InForward(Sizes):
                 stats,
                 logits.labels,
                 None if weights is None else weights[slice(*tokens)],
-                early,
+                norm_in_d,
                 None,
                 call.loss_terms,
                 from_lse=call.is_fp16,
@@ -113,7 +113,7 @@ class InForward(Sizes):
         if dweight is not None:
             dweight = dweight.to(saved_dtype(call.dtype))
         labels = labels_of_dhidden(call, operands) if call.options.reduction == "none" else None
-        return loss, of_tokens, SavedGradients(late_norm, dhidden, dweight, dbias, labels)
+        return loss, of_tokens, SavedGradients(norm_in_backward, dhidden, dweight, dbias, labels)
 
     def add_chunks(
         self,
@@ -121,13 +121,13 @@ class InForward(Sizes):
         new_pass: Callable[[Section], Pass],
         gradients: Gradients,
         factors: Factors,
-    ) -> list[OfChunk]:
+    ) -> list[ChunkResults]:
         """Add the gradients that ``factors`` make; return what the pass over each chunk yields.
 
         ``new_pass`` starts to gather the hidden states of a section, which then travel while the
         section before is computed, and its label logits during the GEMMs of that one's gradients.
         """
-        added: list[OfChunk] = []
+        added: list[ChunkResults] = []
         done = 0  # tokens of earlier sections
         is_first = True
         cache: ColumnCache | None = None
@@ -143,8 +143,8 @@ class InForward(Sizes):
                 if cache is None:
                     lender = gradients.dweight if is_first else None
                     cache = self._chunk_cache(call, tokens[1] - tokens[0], device, lender)
-                of_chunk, chunk = self._taken(forward_pass, tokens, cache, factors, done)
-                added.append(of_chunk)
+                results, chunk = self._take_chunk(forward_pass, tokens, cache, factors, done)
+                added.append(results)
                 if is_first:
                     cache = None  # later chunks, of one size but for the last, share another
                     is_first = False
@@ -156,14 +156,14 @@ class InForward(Sizes):
             done += call.T
         return added
 
-    def _taken(
+    def _take_chunk(
         self,
         forward_pass: Pass,
         tokens: tuple[int, int],
         cache: ColumnCache,
         factors: Factors,
         done: int,
-    ) -> tuple[OfChunk, Chunk]:
+    ) -> tuple[ChunkResults, Chunk]:
         """Take the statistics of a chunk, which leave D in ``cache``; return them and its D.
 
         ``done`` tokens of earlier sections lie before those of the pass.
@@ -188,7 +188,7 @@ class InForward(Sizes):
             elements=elements,
             n_counted=logits.n_counted,
         )
-        return OfChunk(stats, loss, metrics), chunk
+        return ChunkResults(stats, loss, metrics), chunk
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         def new(x: Tensor | None, dtype: torch.dtype, needed: bool) -> Tensor | None:
@@ -199,11 +199,11 @@ class InForward(Sizes):
         labels = operands.labels
         reduction = call.options.reduction
         weighs = operands.token_weight is not None and reduction != "none"
-        late_norm = call.is_fp16 and (reduction == "mean" or weighs)
+        divides = call.is_fp16 and (reduction == "mean" or weighs)
         of_each = reduction == "none"
         rows = hidden.shape[0]  # len would make a symbolic size a number
         return SavedGradients(
-            norm=hidden.new_empty((), dtype=call.stats_dtype) if late_norm else None,
+            norm=hidden.new_empty((), dtype=call.stats_dtype) if divides else None,
             dhidden=new(hidden, saved_dtype(call.dtype), call.needs.hidden),
             dweight=new(operands.trained, saved_dtype(call.dtype), call.needs.weight),
             dbias=new(bias, call.stats_dtype, call.needs.bias),

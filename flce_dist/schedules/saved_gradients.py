@@ -24,7 +24,7 @@ class SavedGradients(NamedTuple):
 def factors_of_forward(
     call: Call, operands: Operands, norm: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return what gradients of forward contain, token weights and norm, and a norm for backward.
+    """Return token weights and a norm that gradients of forward contain, and a norm for backward.
 
     In fp16 the gradient of a mean, and hidden times a small weight, may underflow before backward
     applies the loss scale: there the norm waits for it, as does the weights' power of two.
@@ -91,7 +91,7 @@ def _times_each(request: Backward, dhidden: Tensor | None, labels: Tensor) -> Te
 
 
 def saved_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients are saved: before the upstream gradient arrives they may
-    be beyond fp16's range, or below it.
+    """Return the dtype in which gradients are saved: not fp16, whose range they may leave before
+    the upstream gradient arrives.
     """
     return torch.float32 if dtype == torch.float16 else dtype

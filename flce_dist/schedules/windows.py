@@ -39,7 +39,11 @@ class Sizes:
     skips_ignored: ClassVar[bool] = True
 
     def cached_columns(self, V: int, column_bytes: int, *, lent: int, lent_as_planned: bool) -> int:
-        """Columns that a rank of ``V`` rows caches: the plan's, or what the limit allows."""
+        """Return how many columns a rank of ``V`` rows caches: the plan's, or fewer by the limit.
+
+        The plan keeps the limit for an even share of rows, and where dweight holds the columns that
+        it is to lend; ``lent`` are those that it does.
+        """
         planned = V if self.cached_v >= self.V else min(self.cached_v, V)
         if self.limit is None or (V <= self.V and lent_as_planned):
             return planned

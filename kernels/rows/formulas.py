@@ -141,9 +141,6 @@ def token_entropy(stats: TokenStats) -> Tensor:
     return stats.log_total - mean_above
 
 
-# --- gradient
-
-
 class RowGradient(NamedTuple):
     """``dz = scale * D + uniform``, with D as ``dlogits`` writes it from the other three.
 
