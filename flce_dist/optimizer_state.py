@@ -6,6 +6,7 @@ saves the moments of every rank. In use the state is plain, of this rank's rows.
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,25 +67,24 @@ def _owners() -> "dict[int, VocabShard]":
 
 def _whole(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict with a DTensor of all rows for each state of a parameter's shape."""
-    owners = _owners()
-    states = dict(state_dict["state"])
-    for name, parameter in _named(optimizer, state_dict):
-        shard = owners.get(id(parameter))
-        if shard is not None and name in states:
-            states[name] = {
-                key: _whole_of(key, x, shard, parameter) for key, x in states[name].items()
-            }
-    return {**state_dict, "state": states}
+    return _with_states(optimizer, state_dict, _whole_state)
 
 
 def _own(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict with this rank's rows of what it has of all."""
+    return _with_states(optimizer, state_dict, _own_state)
+
+
+def _with_states(
+    optimizer: Optimizer, state_dict: dict[str, Any], state_of: Callable[..., dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the state dict with what ``state_of`` makes of the states of shards' parameters."""
     owners = _owners()
     states = dict(state_dict["state"])
     for name, parameter in _named(optimizer, state_dict):
         shard = owners.get(id(parameter))
         if shard is not None and name in states:
-            states[name] = _own_state(shard, parameter, states[name])
+            states[name] = state_of(shard, parameter, states[name])
     return {**state_dict, "state": states}
 
 
@@ -96,6 +96,10 @@ def _named(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[Any, 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _whole_state(shard: "VocabShard", parameter: Tensor, state: Any) -> dict[str, Any]:
+    return {key: _whole_of(key, x, shard, parameter) for key, x in state.items()}
 
 
 def _whole_of(key: str, x: Any, shard: "VocabShard", parameter: Tensor) -> Any:
