@@ -249,27 +249,33 @@ def _check_run(run: RunSpec, names: list[str], *, all_count: bool) -> None:
     counts_all = all_count and not run.max_counted
     require(run.impl in impls, f"impl must be one of {', '.join(impls)}, got {run.impl!r}")
     if run.divergence is not None or run.impl in DIVERGENCES:
-        takes_one = run.is_ours or run.impl in DIVERGENCES
-        fits = run.divergence is not None and takes_one and counts_all
-        fits = fits and run.over is None and run.filter_eps is None
+        computes_it = run.divergence is not None and (run.is_ours or run.impl in DIVERGENCES)
+        is_alone = run.over is None and run.filter_eps is None
         require(
-            fits, f"divergence names what triton, eager and peers of divergences compute, {got}"
+            computes_it and is_alone and counts_all,
+            f"divergence names what triton, eager and peers of divergences compute, {got}",
         )
     if run.filter_eps is not None:
-        fits = run.is_ours and run.schedule == "auto"
-        require(fits, f"filter_eps is a schedule {ours}, {got}")
+        is_schedule = run.is_ours and run.schedule == "auto"
+        require(is_schedule, f"filter_eps is a schedule {ours}, {got}")
     if run.over is not None:
-        fits = run.is_ours and run.filter_eps is None and counts_all
-        require(fits, f"over is an option {ours}, whose every token counts, {got}")
+        computes_it = run.is_ours and run.filter_eps is None
+        require(
+            computes_it and counts_all,
+            f"over is an option {ours}, whose every token counts, {got}",
+        )
         loss = floor_of(run)
         require(loss in names, f"runs must have the loss {loss!r} beside {run.name!r}")
     if run.best is not None:
-        fits = run.over is None and run.mode == "forward" and all_count
-        fits = fits and (run.is_ours or run.impl == TOP_K_PEER)
-        require(fits, f"best is of mode forward {ours}, whose every token counts, {got}")
+        computes_it = run.is_ours or run.impl == TOP_K_PEER
+        is_alone = run.over is None and run.mode == "forward"
+        require(
+            computes_it and is_alone and all_count,
+            f"best is of mode forward {ours}, whose every token counts, {got}",
+        )
     if run.low_rank:
-        fits = run.is_ours and run.frozen and run.mode == "forward_backward"
-        fits = fits and run.over is None and not run.per_token and run.filter_eps is None
-        require(fits, f"low_rank is of a mean {ours}, with frozen, {got}")
+        is_trained = run.is_ours and run.frozen and run.mode == "forward_backward"
+        is_mean = run.over is None and not run.per_token and run.filter_eps is None
+        require(is_trained and is_mean, f"low_rank is of a mean {ours}, with frozen, {got}")
     for name in ("max_counted", "skip_ignored"):
         require(run.is_ours or not getattr(run, name), f"{name} is an option {ours}, {got}")

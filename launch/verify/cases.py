@@ -246,36 +246,47 @@ def cases(
     ``part_cached`` comes from ``part_cached_budget``. Filtered gradients are computed in one round
     and, of the first variant, in several, and with every tile kept.
     """
-    needs_logits = {"softcap", "label_smoothing"} <= dict(variant.options).keys()
     for schedule, split in itertools.product(schedules, (False, True) if P > 1 else (False,)):
         case = Case(variant, schedule, split)
         if variant.filtered:
-            if schedule == "recompute":
-                yield replace(case, filter_eps=FILTER_EPS)
-            if schedule == "recompute" and variant.name == "filter_eps":
-                yield replace(case, filter_eps=FILTER_EPS, max_logits_bytes=1)
-                yield replace(case, filter_eps=0.0)
-            continue
-        if variant.best:
-            if schedule == "cached":
+            yield from _filtered_cases(case)
+        elif variant.best:
+            if schedule == "cached":  # there is one way
                 yield replace(case, schedule="auto")
-            continue
-        if variant.over is not None:
-            if schedule == "cached" and variant.over == "ids":
-                yield replace(case, schedule="auto")
-            elif variant.over == "vocabulary" and (
-                schedule in ("recompute", "cached") or variant.has_frozen_head
-            ):
-                yield case
-            continue
-        if needs_logits and schedule in ("cached", "in_forward"):
-            continue
-        per_token = variant.reduction == "none" and bool(variant.trained)
-        if schedule == "in_forward" and per_token and not variant.has_frozen_head:
-            continue
+        elif variant.over is not None:
+            yield from _score_cases(case)
+        else:
+            yield from _loss_cases(case, part_cached)
+
+
+def _filtered_cases(case: Case) -> Iterator[Case]:
+    if case.schedule != "recompute":
+        return
+    yield replace(case, filter_eps=FILTER_EPS)
+    if case.variant.name == "filter_eps":
+        yield replace(case, filter_eps=FILTER_EPS, max_logits_bytes=1)
+        yield replace(case, filter_eps=0.0)
+
+
+def _score_cases(case: Case) -> Iterator[Case]:
+    if case.variant.over == "ids":
+        if case.schedule == "cached":  # there is one way
+            yield replace(case, schedule="auto")
+    elif case.schedule in ("recompute", "cached") or case.variant.has_frozen_head:
         yield case
-        if schedule == "cached" and variant.name == "plain" and part_cached is not None:
-            yield replace(case, max_logits_bytes=part_cached)
+
+
+def _loss_cases(case: Case, part_cached: int | None) -> Iterator[Case]:
+    variant = case.variant
+    needs_logits = {"softcap", "label_smoothing"} <= dict(variant.options).keys()
+    if needs_logits and case.schedule in ("cached", "in_forward"):
+        return
+    per_token = variant.reduction == "none" and bool(variant.trained)
+    if case.schedule == "in_forward" and per_token and not variant.has_frozen_head:
+        return
+    yield case
+    if case.schedule == "cached" and variant.name == "plain" and part_cached is not None:
+        yield replace(case, max_logits_bytes=part_cached)
 
 
 def round_up(n: int, multiple: int) -> int:
