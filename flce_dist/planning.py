@@ -117,12 +117,7 @@ def plan(
         values.positive("temperature", temperature)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype must be a torch.dtype, got {values.shown(dtype)}")
-    P = values.count("tp_size", tp_size, optional=True)
-    if P is None:
-        check_group(tp_group, checked.sequence_parallel)
-        P = collectives.group_size(tp_group)
-    elif tp_group is not None:
-        raise ValueError(f"tp_size must be None with a tp_group, got {tp_size}")
+    P = _ranks(tp_group, tp_size, checked)
     tensors: dict[str, Any] = {
         "hidden": _sizes_of("hidden", hidden, dtype),
         "weight": _sizes_of("weight", weight, dtype),
@@ -135,7 +130,7 @@ def plan(
     device = tensors["hidden"].device
     check_tensors(**tensors, **{name: _stand_in(x, device) for name, x in of_tokens.items()})
     check_tokens(tensors["hidden"], tensors["labels"], checked, P)
-    trained = None
+    trained = None  # columns of weight that alone are
     copies = 0
     if low_rank is not None:
         tensors, rank = _with_low_rank(tensors, low_rank, checked, dtype)
@@ -158,26 +153,42 @@ def plan(
     schedule, sizes = _planned(arguments, T, needs, P, compiled=compiled, trained=trained)
     if checked.tp_invariant:
         check_invariant(impl, known_shards(len(tensors["weight"]), checked, P=P))
-    H = tensors["weight"].shape[1]
-    shapes = Shapes(
+    return _described(schedule, sizes, needs, _shapes(arguments, P, trained), copies)
+
+
+def _ranks(tp_group: Any, tp_size: int | None, options: LossOptions) -> int:
+    """Return how many ranks share the vocabulary, by the group or without one."""
+    P: int | None = values.count("tp_size", tp_size, optional=True)
+    if P is None:
+        check_group(tp_group, options.sequence_parallel)
+        return collectives.group_size(tp_group)
+    if tp_group is not None:
+        raise ValueError(f"tp_size must be None with a tp_group, got {tp_size}")
+    return P
+
+
+def _shapes(arguments: Arguments, P: int, trained: int | None) -> Shapes:
+    """Return what the costs of a call follow from beside its schedule."""
+    options = arguments.options
+    H = arguments.weight.shape[1]
+    return Shapes(
         H=H,
         trained=H if trained is None else trained,
-        itemsize=tensors["hidden"].element_size(),
-        T_all=T_all,
+        itemsize=arguments.hidden.element_size(),
+        T_all=arguments.labels.numel(),
         P=P,
-        sequence_parallel=checked.sequence_parallel,
-        reduces_dhidden=checked.reduce_dhidden,
-        chooses_tokens=checked.chooses_tokens,
-        accumulates_dweight=checked.accumulate_dweight,
-        sums_in_fp32=checked.reduce_in_fp32,
+        sequence_parallel=options.sequence_parallel,
+        reduces_dhidden=options.reduce_dhidden,
+        chooses_tokens=options.chooses_tokens,
+        accumulates_dweight=options.accumulate_dweight,
+        sums_in_fp32=options.reduce_in_fp32,
     )
-    return _described(schedule, sizes, needs, shapes, copies)
 
 
 def _planned(
     arguments: Arguments, T: int, needs: Needs, P: int, *, compiled: bool, trained: int | None
 ) -> tuple[str, Plan]:
-    """Return the schedule's name and sizes, of an object those that it is made of."""
+    """Return the schedule's name and sizes; of an object its repr, and the sizes of recompute."""
 
     def sizes_of(arguments: Arguments) -> Any:
         return planned(arguments, T, needs, P, is_compiled=compiled, converts=False, width=trained)

@@ -253,7 +253,7 @@ def _run(name: str, arguments: Arguments, schedule: TopK | Sample) -> tuple[Any,
     forward_alone: Any = schedule.sized(call)
     call = replace(call, schedule=forward_alone)
     check_alike(name, call, operands)
-    first, behind, _ = run_forward(call, forward_alone.operands(call, operands))
+    first, others, _ = run_forward(call, forward_alone.operands(call, operands))
     shape = ordered.labels.shape
-    results = [None if x is None else x.view((*shape, *x.shape[1:])) for x in (first, *behind)]
+    results = [None if x is None else x.view((*shape, *x.shape[1:])) for x in (first, *others)]
     return in_callers_order(results, ordered, arguments)

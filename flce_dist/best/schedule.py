@@ -82,12 +82,13 @@ class TopK:
             label_logprob = (label_logit.double() - lse).clamp_max(0.0).where(counted, 0.0)
             label_logprob = label_logprob.to(call.stats_dtype)
         lse = lse.where(counted, 0.0).to(call.stats_dtype)
-        others = (ids, -1), (logprob, -math.inf), (label_logprob, 0), (label_rank, -1)
         places = operands.places
-        behind = (
-            None if x is None else put_back(x, places, call.T_all, fill) for x, fill in others
+        # Each with what tokens have that are not computed.
+        filled = (ids, -1), (logprob, -math.inf), (label_logprob, 0), (label_rank, -1)
+        outputs = (
+            None if x is None else put_back(x, places, call.T_all, fill) for x, fill in filled
         )
-        return put_back(lse, places, call.T_all), tuple(behind), ()
+        return put_back(lse, places, call.T_all), tuple(outputs), ()
 
 
 @dataclass(frozen=True)
