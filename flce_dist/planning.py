@@ -167,7 +167,7 @@ def plan(
         P=P,
         sequence_parallel=checked.sequence_parallel,
         reduces_dhidden=checked.reduce_dhidden,
-        chooses_tokens=checked.partitions,
+        chooses_tokens=checked.chooses_tokens,
         accumulates_dweight=checked.accumulate_dweight,
         sums_in_fp32=checked.reduce_in_fp32,
     )

@@ -92,9 +92,9 @@ def reference_linear_logprob(
         logits = logits.where(named | ~counted[:, None], -torch.inf)
     lse, logprob, entropy = _statistics(logits)
     # Where nothing is left, logsumexp has no gradient but NaN.
-    has_others = ~named.all(1) if over == "vocabulary" else torch.zeros_like(counted)
-    others = logprob.where(~named, -torch.inf).where(has_others[:, None], 0.0)
-    other = others.logsumexp(-1).where(has_others, -torch.inf)
+    has_unnamed = ~named.all(1) if over == "vocabulary" else torch.zeros_like(counted)
+    of_unnamed = logprob.where(~named, -torch.inf).where(has_unnamed[:, None], 0.0)
+    other = of_unnamed.logsumexp(-1).where(has_unnamed, -torch.inf)
     of_ids = logprob[token, flat.where(is_id, 0)].where(is_id, 0.0)
     lse, other, entropy = (x.where(counted, 0.0).view(tokens) for x in (lse, other, entropy))
     return of_ids.view(ids.shape), lse, other, entropy

@@ -67,8 +67,9 @@ def arch_of(major: int, shared_bytes: int) -> str:
     Of one major version sm_80 has 163 KiB and sm_89 99 KiB, for which the tiles of sm_80 are small
     enough. From Blackwell on, those with less than sm_100's 227 KiB get sm_120's.
     """
-    known = {8: "sm_80", 9: "sm_90"}
-    return known.get(major) or ("sm_100" if shared_bytes >= 227 << 10 else "sm_120")
+    before_blackwell = {8: "sm_80", 9: "sm_90"}
+    of_blackwell = "sm_100" if shared_bytes >= 227 << 10 else "sm_120"
+    return before_blackwell.get(major, of_blackwell)
 
 
 def next_power_of_2(n: int) -> int:

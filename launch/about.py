@@ -34,8 +34,8 @@ def caption(about: dict[str, Any], inches: float) -> str:
     packages = {key: about.get(key) for key in keys} | about.get("peers", {})
     ranks = about.get("ranks", 1)
     hardware = f"{about.get('hardware')}{f', {ranks} ranks' if ranks > 1 else ''}"
-    known = [f"{name} {version}" for name, version in packages.items() if version is not None]
-    versions = textwrap.fill(", ".join(known), round(16 * inches), break_on_hyphens=False)
+    installed = [f"{name} {version}" for name, version in packages.items() if version is not None]
+    versions = textwrap.fill(", ".join(installed), round(16 * inches), break_on_hyphens=False)
     return f"{hardware}\n{versions}"
 
 

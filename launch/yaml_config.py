@@ -92,14 +92,14 @@ class _Loader(yaml.SafeLoader):
 def read_utf8(path: Path, option: str) -> str:
     """Return the text of the file that ``option`` names, or raise ``ConfigError``."""
     try:
-        data = read_bytes(path)
-        return data.decode("utf-8")
+        content = read_bytes(path)
+        return content.decode("utf-8")
     except OSError as error:
         got = f"{path}: {error.strerror}"
         raise ConfigError(f"{option} must name a file that can be read, got {got}") from error
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        byte = data[error.start]
+        line = content.count(b"\n", 0, error.start) + 1
+        byte = content[error.start]
         raise ConfigError(f"{path}:{line}: must be UTF-8, got byte 0x{byte:02x}") from error
 
 

@@ -28,11 +28,12 @@ BLOCKS: dict[str, str] = dict(
 """The Python under each heading."""
 
 
-def example(heading: str, **given: Any) -> dict[str, Any]:
+def example(heading: str) -> dict[str, Any]:
     """Run the Python under a heading where there is no GPU; return its variables."""
+    names: dict[str, Any] = {}
     with mock.patch.object(torch.cuda, "is_available", lambda: False):
-        exec(compile(BLOCKS[heading], f"README.md, {heading}", "exec"), given)
-    return given
+        exec(compile(BLOCKS[heading], f"README.md, {heading}", "exec"), names)
+    return names
 
 
 def test_every_block_is_tested():
@@ -81,7 +82,8 @@ def test_a_model_of_megatron(group):
     from tests.megatron_models import batch, megatron, token_losses
 
     model = megatron(1, sp=False, tied=False)
-    names = example("In a model of megatron-core or transformers", GPTModel=lambda *_: model)
+    with mock.patch("megatron.core.models.gpt.GPTModel", lambda *_: model):
+        names = example("In a model of megatron-core or transformers")
     assert names["model"] is model and type(model.output_layer).__module__.startswith("flce_dist.")
     assert 0 < token_losses(model, *batch()).mean() < 10
 

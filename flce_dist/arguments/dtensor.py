@@ -6,7 +6,7 @@ local tensor if its placements are those that the op expects; otherwise it is re
 has sharded is gathered from its data ranks, over which its gradient is averaged.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -49,40 +49,63 @@ def localized(arguments: Arguments) -> Arguments:
     Only global shapes and placements are checked, so either all ranks of ``tp_group`` raise or none
     does. Options have been checked before.
     """
+    check_group(arguments.tp_group, arguments.options.sequence_parallel)
+    arguments = _with_dimension_of_hidden(arguments)
+    local = _local_tensors(arguments)
+    if arguments.tp_group is None:
+        return local
+    return local._replace(options=_options_of_wholes(arguments))
+
+
+def _with_dimension_of_hidden(arguments: Arguments) -> Arguments:
+    """Return the arguments with ``sequence_dim=1`` if hidden's placement over the group says so."""
+    hidden = arguments.hidden
+    options = arguments.options
+    if not (options.sequence_parallel and isinstance(hidden, DTensor) and hidden.dim() > 2):
+        return arguments
+    dim = _dimension(hidden.device_mesh, arguments.tp_group)
+    if dim is None or hidden.placements[dim] != Shard(1):
+        return arguments
+    return arguments._replace(options=replace(options, sequence_dim=1))
+
+
+def _local_tensors(arguments: Arguments) -> Arguments:
+    """Return the arguments with the local tensors of those placements that the options expect."""
     hidden, weight, labels, bias, token_weight, temperature, options, tp_group = arguments
-    check_group(tp_group, options.sequence_parallel)
-    if options.sequence_parallel and isinstance(hidden, DTensor):
-        dim = _dimension(hidden.device_mesh, tp_group)
-        if dim is not None and hidden.dim() > 2 and hidden.placements[dim] == Shard(1):
-            options = replace(options, sequence_dim=1)
-            arguments = arguments._replace(options=options)
     tokens = Shard(options.sequence_dim) if options.sequence_parallel else Replicate()
     rows = Replicate() if tp_group is None else Shard(0)
-    of_rows = _OF_DATA_ROWS if options.data_parallel else _OF_ROWS
-    group_name = options.group_name
     # With reduce_dhidden=False each rank returns a partial sum, and DTensor adds them up.
     dhidden = None if options.reduce_dhidden else Partial()
-    of_tokens = (
+    of_hidden = (
         f"sequence_parallel is {options.sequence_parallel}, reduce_dhidden "
         f"{options.reduce_dhidden}; {_OF_TOKENS}"
     )
-    weight, bias = (gathered(x, hidden, tp_group) for x in (weight, bias))
+
+    def of_rows(x: DTensor) -> str:
+        if options.data_parallel:
+            return _OF_DATA_ROWS
+        return _OF_FSDP if torch_private.fsdp_sharding(x) else _OF_ROWS
+
+    def rows_of(name: str, x: Any) -> Any:
+        x = gathered(x, hidden, tp_group)
+        return local_of(name, x, rows, tp_group, of_rows, group_name=options.group_name)
+
     return Arguments(
-        local_of("hidden", hidden, tokens, tp_group, of_tokens, dhidden),
-        local_of("weight", weight, rows, tp_group, of_rows, group_name=group_name),
-        local_of("labels", labels, Replicate(), tp_group, _OF_TOKENS),
-        local_of("bias", bias, rows, tp_group, of_rows, group_name=group_name),
+        local_of("hidden", hidden, tokens, tp_group, lambda _: of_hidden, gradient=dhidden),
+        rows_of("weight", weight),
+        local_of("labels", labels, Replicate(), tp_group, lambda _: _OF_TOKENS),
+        rows_of("bias", bias),
         local_of("token_weight", token_weight, Replicate(), tp_group),
         local_of("temperature", temperature, Replicate(), tp_group),
-        options if tp_group is None else _checked_wholes(arguments),
+        options,
         tp_group,
     )
 
 
-def _checked_wholes(arguments: Arguments) -> LossOptions:
+def _options_of_wholes(arguments: Arguments) -> LossOptions:
     """Check global sizes, of which a wrong one might show on some ranks only.
 
-    Returns options with the ``vocab_size`` and ``vocab_range`` of a DTensor weight.
+    Return options with the ``vocab_size`` and ``vocab_range`` of a DTensor weight.
     """
     hidden, weight, _, bias, *_, options, tp_group = arguments
     P = collectives.group_size(tp_group)
@@ -114,37 +137,45 @@ def local_of(
     x: Any,
     expected: Placement,
     tp_group: dist.ProcessGroup | None,
-    hint: str = "",
+    way_out: Callable[[DTensor], str] | None = None,
+    *,
     gradient: Placement | None = None,
     group_name: str = "tp_group",
 ) -> Any:
     """Return the local tensor of ``x``; raise unless its placement over the group is ``expected``.
 
     Over other mesh dimensions it must be replicated. ``gradient`` is the placement of its gradient
-    over the group; None for the placement of ``x``. ``group_name`` is the caller's.
+    over the group; None for the placement of ``x``. ``group_name`` is the caller's, and ``way_out``
+    returns what the error suggests.
     """
     if isinstance(x, DTensor):
         mesh = x.device_mesh
         dim = _dimension(mesh, tp_group)
         anywhere = expected.is_replicate() and gradient is None
         fits = dim is not None or anywhere or collectives.group_size(tp_group) == 1
-        for d, placement in enumerate(x.placements):
-            wanted = expected if d == dim else Replicate()
-            is_wanted = placement.__class__ is wanted.__class__ and placement == wanted
-            fits &= mesh.size(d) == 1 or is_wanted
-        if not fits or mesh.get_coordinate() is None:
-            hint = _OF_FSDP if hint == _OF_ROWS and torch_private.fsdp_sharding(x) else hint
+        if not (fits and _is_placed(x, expected, dim)) or mesh.get_coordinate() is None:
             where = "" if tp_group is None else f" over {group_name}'s ranks {ranks_of(tp_group)}"
             raise ValueError(
                 f"{name} must be a plain tensor or a DTensor with {expected!r}{where} and "
                 f"replicated over other ranks, got {x.placements} on {mesh}"
-                + (f"; {hint}" if hint else "")
+                + ("" if way_out is None else f"; {way_out(x)}")
             )
         gradients = [Replicate() if p.is_partial() else p for p in x.placements]
         if gradient is not None and dim is not None:
             gradients[dim] = gradient
         x = x.to_local(grad_placements=gradients)
     return _Waited.apply(x) if isinstance(x, _ASYNC) else x
+
+
+def _is_placed(x: DTensor, expected: Placement, dim: int | None) -> bool:
+    """Whether x has this placement over a dimension of its mesh, and all of it over the others."""
+    for d, placement in enumerate(x.placements):
+        wanted = expected if d == dim else Replicate()
+        # To torch 2.9 a _StridedShard, as FSDP2 makes it, equals the Shard of its dimension.
+        is_wanted = placement.__class__ is wanted.__class__ and placement == wanted
+        if x.device_mesh.size(d) > 1 and not is_wanted:
+            return False
+    return True
 
 
 def _dimension(mesh: DeviceMesh, tp_group: dist.ProcessGroup | None) -> int | None:

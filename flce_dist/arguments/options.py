@@ -80,7 +80,7 @@ class LossOptions:
         return "data_group" if self.data_parallel else "tp_group"
 
     @property
-    def partitions(self) -> bool:
+    def chooses_tokens(self) -> bool:
         """Whether tokens that count are computed before others, or alone."""
         return self.skip_ignored or self.max_counted is not None
 

@@ -76,11 +76,11 @@ def counted_operands(call: Call, operands: Operands) -> Operands:
     n_counted = None
     inverse = operands.inverse_temperature
     P = collectives.group_size(call.tp_group)
-    weighs = token_weight if call.partitions else None
-    check_labels(labels, weighs, inverse, call.vocab_size, options, P=P)
-    if inverse is None and not call.partitions:
+    weights = token_weight if call.chooses_tokens else None  # else those of weight 0 count, too
+    check_labels(labels, weights, inverse, call.vocab_size, options, P=P)
+    if inverse is None and not call.chooses_tokens:
         return operands
-    if call.partitions:
+    if call.chooses_tokens:
         places, labels, token_weight, n_counted = counted_tokens(
             labels, token_weight, call.T, ignore_index=options.ignore_index
         )
@@ -107,24 +107,25 @@ def check_labels(
     *,
     P: int,
 ) -> None:
-    """Check that the [T] labels that count are in the vocabulary, and are at most max_counted.
+    """Check that the labels [T] that count are in the vocabulary, and are at most max_counted.
 
-    ``token_weight`` says which count if a weight of 0 is no token.
-    Also their temperatures, of which ``inverse`` is NaN where they are not above 0. On a GPU, for
-    which the host must not wait, ``logits_at_ids`` and ``counted_tokens`` assert it.
+    With ``token_weight`` [T] those of weight 0 do not count. Also check the temperatures of those
+    that do: ``inverse`` [T] is NaN where one is not above 0. On a GPU, for which the host must not
+    wait, ``logits_at_ids`` and ``counted_tokens`` assert all this.
     """
     if labels.is_cuda:
         return
     ignore_index = options.ignore_index
-    most = options.max_counted
+    max_counted = options.max_counted
     T_of_rank = len(labels) // P if options.data_parallel else None
     counted = labels != ignore_index
     if token_weight is not None:
         counted &= token_weight != 0
-    if most is not None and (n := int(counted.sum())) > most:
+    if max_counted is not None and (n_counted := int(counted.sum())) > max_counted:
         of_all = " on all ranks" if options.data_parallel else ""
         raise ValueError(
-            f"max_counted must be at least the {n} tokens that count{of_all}, got {most}"
+            f"max_counted must be at least the {n_counted} tokens that count{of_all}, "
+            f"got {max_counted}"
         )
     bad = (((labels < 0) | (labels >= vocab_size)) & counted).to(torch.uint8)
     if bad.any():

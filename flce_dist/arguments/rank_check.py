@@ -1,16 +1,14 @@
-"""At a function's first call with a group its ranks compare their arguments.
+"""At a function's first call with a group its ranks compare their arguments (``rank_facts``).
 
-All raise if these differ. Otherwise ranks would wait for each other until a timeout, or compute a
-meaningless loss.
+All raise if these differ, or if one rank refuses its own. Otherwise ranks would wait for each other
+until a timeout, or compute a meaningless loss.
 """
 
-import ctypes
 import functools
-import hashlib
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -18,6 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.arguments.options import refuse_unknown
+from flce_dist.arguments.rank_facts import (
+    compare_calls,
+    differences,
+    facts_of_call,
+    raise_if_any,
+)
 from flce_dist.core.call import Call, Operands
 from flce_dist.parallel.collectives import group_size
 
@@ -26,20 +30,6 @@ _R = TypeVar("_R")
 
 _compared: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 """The functions that the ranks of a group have once called alike."""
-
-_OF_LABELS = (
-    "labels are those of all tokens of tp_group, the same on its ranks: data-parallel ranks, over "
-    "which FSDP2 shards parameters, are no tp_group, but the data_group of "
-    "data_parallel_linear_cross_entropy"
-)
-_HINTS = {  # after the first of these that differs
-    "rows of weight": "uneven shards need vocab_range and vocab_size on all ranks",
-    "tokens": _OF_LABELS,
-    "hash of labels": _OF_LABELS,
-    "number of labels": "pad labels with ignore_index to the same number on all ranks",
-}
-_NAMES_OF_LABELS = {"linear_logprob": "ids", "linear_sample": "counters"}
-"""By the functions to which they are something else."""
 
 
 class _Message(NamedTuple):
@@ -73,21 +63,8 @@ def check_alike(
     group = call.tp_group
     if group is None or not _is_first(function, group, operands.hidden):
         return
-    summary = _summary(call, operands, low_rank_columns, _NAMES_OF_LABELS.get(function, "labels"))
-    summary["values"] |= {f"hash of {name}": _hash(x) for name, x in more_values.items()}
-    facts = _facts_of_all(function, summary, group, operands.hidden)
-
-    def of_ranks(name: str) -> list[Any]:
-        return [of_rank[name] for of_rank in facts]
-
-    _raise(  # a later difference may be a consequence of an earlier one
-        _differences(of_ranks("arguments"))
-        or _seams(of_ranks("rows"))
-        or _differences(of_ranks("values"))
-        or _differences(of_ranks("plan"))
-    )
-    if call.options.vocab_range is None:
-        _refuse_one_weight(of_ranks("weight"), call.options.group_name)
+    facts = facts_of_call(function, call, operands, low_rank_columns, more_values)
+    compare_calls(_facts_of_all(function, facts, group, operands.hidden), call.options)
     mark_alike(function, group)
 
 
@@ -106,7 +83,7 @@ def check_facts(
         ValueError: the same on every rank; it names what differs, with values and their ranks.
     """
     if group is not None and _is_first(function, group, x):
-        _raise(_differences(_facts_of_all(function, facts, group, x)))
+        raise_if_any(differences(_facts_of_all(function, facts, group, x)))
 
 
 class refusals_told:
@@ -192,7 +169,8 @@ def _facts_of_all(
         for rank, message in enumerate(messages)
         if message.refusal is not None
     ]
-    _raise(refusals or _differences([{"function": message.function} for message in messages]))
+    functions = [{"function": message.function} for message in messages]
+    raise_if_any(refusals or differences(functions))
     return [message.facts for message in messages]
 
 
@@ -201,110 +179,3 @@ def _gathered(message: _Message, group: dist.ProcessGroup, x: Any) -> list[_Mess
     with torch.cuda.device(x.get_device() if isinstance(x, Tensor) else -1):
         dist.all_gather_object(messages, tuple(message), group=group)
     return [_Message(*received) for received in messages]
-
-
-def _raise(differences: Sequence[str]) -> None:
-    if not differences:
-        return
-    text = "; ".join(differences)
-    hints = (hint for name, hint in _HINTS.items() if f"{name} is" in text)
-    hint = next(hints, None)
-    raise ValueError(f"ranks must call alike: {text}" + (f"; {hint}" if hint else ""))
-
-
-def _summary(
-    call: Call, operands: Operands, low_rank_columns: int, labels_are: str
-) -> dict[str, Any]:
-    """Return this rank's facts about the call, whose function calls its labels so."""
-    hidden, weight, bias, labels, token_weight, _, inverse, offsets, *_ = operands
-    options = call.options
-    start = call.vocab_start_index
-    T, columns = hidden.shape
-    largest = int(labels.amax()) if labels.numel() else -1
-    return {
-        "arguments": {
-            "hidden.shape": [T, columns - low_rank_columns],
-            "tokens": call.T_all,
-            "dtype": str(call.dtype),
-            "bias given": bias is not None,
-            "columns of low_rank": low_rank_columns,
-            "low_rank trained alone": operands.last_columns is not None,
-            "token_weight given": token_weight is not None,
-            "temperature given": inverse is not None,
-            **{f"{name}.requires_grad": x for name, x in call.needs._asdict().items()},
-            **{name: x for name, x in vars(options).items() if name != "vocab_range"},
-            "vocab_range given": options.vocab_range is not None,
-            "impl": call.impl,
-            "rows of weight": len(weight) if options.vocab_range is None else None,
-        },
-        "rows": [min(row, call.vocab_size) for row in (start, start + len(weight))],
-        "values": {
-            f"hash of {labels_are}": _hash(labels, offsets),
-            "hash of token_weight": _hash(token_weight),
-            "hash of temperature": _hash(inverse),
-        },
-        "plan": {"plan": repr(call.schedule)},
-        "weight": (len(weight), _hash_of_rows(weight), largest),
-    }
-
-
-def _hash(*tensors: Tensor | None) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for x in (x.cpu().contiguous() for x in tensors if x is not None):
-        digest.update(ctypes.string_at(x.data_ptr(), x.nbytes))
-    return digest.hexdigest()
-
-
-def _hash_of_rows(weight: Tensor) -> str | None:
-    """Return the hash of 16 rows spread over ``weight``; None if all elements are equal.
-
-    Constant shards, such as zeros before a checkpoint is loaded, are legitimately the same.
-    """
-    V = len(weight)
-    if V == 0:
-        return None
-    sample = weight.detach()[torch.arange(16, device=weight.device) * V // 16]
-    return None if (sample == sample[0, 0]).all() else _hash(sample)
-
-
-def _differences(facts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return each fact that differs between ranks, with its values."""
-    of_ranks = {name: [repr(of_rank[name]) for of_rank in facts] for name in facts[0]}
-    return [f"{name} is {_on_ranks(x)}" for name, x in of_ranks.items() if len(set(x)) > 1]
-
-
-def _on_ranks(values: Sequence[str]) -> str:
-    """Return "A on rank 0 and B on ranks 1, 2" for the values of ranks 0, 1 and 2."""
-    ranks_of: dict[str, list[str]] = {}
-    for rank, value in enumerate(values):
-        ranks_of.setdefault(value, []).append(str(rank))
-    return " and ".join(
-        f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
-        for value, ranks in ranks_of.items()
-    )
-
-
-def _seams(rows: Sequence[list[int]]) -> list[str]:
-    """Return each rank whose rows below vocab_size do not begin where the previous rank's end.
-
-    The first rank has checked that its rows begin at 0, the last that they reach vocab_size.
-    """
-    return [
-        f"vocabulary rows of rank {rank} must begin at {end}, where those of rank {rank - 1} end, "
-        f"got {tuple(rows[rank])}"
-        for rank, (_, end) in enumerate(rows[:-1], start=1)
-        if rows[rank][0] != end
-    ]
-
-
-def _refuse_one_weight(weights: Sequence[tuple[int, str | None, int]], group_name: str) -> None:
-    """Raise if every rank holds the same rows and no label lies beyond them."""
-    V, rows, label = weights[0]
-    if rows is None or len(set(weights)) > 1 or not 0 <= label < V:
-        return
-    raise ValueError(
-        f"weight must be each rank's own rows of the vocabulary, got the same {V} rows on all "
-        f"{len(weights)} ranks, and no label above {label}: with the whole weight on each rank the "
-        f"loss would be too high by log P; cut it, or pass {group_name}=None. If the ranks' own "
-        "rows are equal on purpose, say so: pass each its vocab_range, and vocab_size"
-    )

@@ -66,14 +66,17 @@ class Upstream(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The tensors of a call, flat: hidden is of T_all tokens, or T_all / P if it is split."""
+    """The tensors of a call, flat: hidden is of T_all tokens, or T_all / P if it is split.
+
+    What is [T] here has all T_all until ``counted_operands`` has chosen the tokens.
+    """
 
     hidden: Tensor  # [T_all or T_all / P, H]
     weight: Tensor  # [V and padding, H]
     bias: Tensor | None  # [V and padding]
     labels: Tensor  # [T] int64
-    token_weight: Tensor | None  # [T] fp32 (fp64 for fp64 hidden), likewise
-    places: Tensor | None = None  # [T] int64, if options.partitions: of these tokens among T_all
+    token_weight: Tensor | None  # [T] fp32 (fp64 for fp64 hidden)
+    places: Tensor | None = None  # [T] int64: of chosen tokens among T_all; None if all, in order
     inverse_temperature: Tensor | None = None  # as token_weight, 1 where ignored
     offsets: Tensor | None = None  # [T + 1] int64, of scores, whose labels are ids [N]
     n_counted: Tensor | None = None  # [] int32, with skip_ignored: the others are not computed
@@ -204,9 +207,9 @@ class Call:
         )
 
     @cached_property
-    def partitions(self) -> bool:
+    def chooses_tokens(self) -> bool:
         """Whether tokens that count are computed before others, or alone."""
-        return self.options.partitions
+        return self.options.chooses_tokens
 
     @cached_property
     def accumulates_dweight(self) -> bool:

@@ -129,9 +129,10 @@ def finished(
     """
     options = call.options
     loss = losses[0] if len(losses) == 1 else joined(losses, parts)
-    if options.reduction == "none" or options.data_parallel:
+    sums_own = options.reduction == "sum" and options.data_parallel  # the tokens of this rank
+    if options.reduction == "none" or sums_own:
         loss = put_back(loss, operands.places, call.T_all)
-    if options.reduction == "sum" and options.data_parallel:
+    if sums_own:
         loss = tokens_here(call, loss)
     if options.reduction == "mean" and norm is None:
         loss, norm = call.kernels.mean_loss(loss, *_of_norm(call, operands))

@@ -110,15 +110,15 @@ class Divergence:
         pair = self.pair(taken.sections[0], teacher, keeps_logits=True)
         for section, following in with_next(taken.sections):
             T = section.call.T
-            of_section = slope[done : done + T]
-            known = None if stats is None else stats.tokens(done, done + T)
+            slope_of_section = slope[done : done + T]
+            stats_of_section = None if stats is None else stats.tokens(done, done + T)
             for first, last in ranges(0, T, self.group_t):
                 tokens = (first, last)
                 d = _new_d(section.call, tokens, slope.device)
-                if known is None:
-                    size = pair.compare(tokens, of_section, d)
+                if stats_of_section is None:
+                    size = pair.compare(tokens, slope_of_section, d)
                 else:
-                    size = pair.compute_again(tokens, known, of_section, d)
+                    size = pair.compute_again(tokens, stats_of_section, slope_of_section, d)
                 factor = None if scale is None else scale[done + first : done + last]
                 chunk = _chunk(tokens, pair.gather, pair.student, d, factor, size)
                 if last == T:

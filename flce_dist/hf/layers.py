@@ -15,18 +15,15 @@ from torch.distributed.tensor import DTensor, Shard
 from flce_dist.api import linear_cross_entropy
 from flce_dist.hf.steps import Formula
 
-_OUTPUT_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-_INPUT_HOOKS = ("_forward_pre_hooks",)
-_SPLITTING = (
+OUTPUT_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+SPLITTING = (
     "torch.distributed.tensor.",
     "transformers.distributed.",
     "transformers.integrations.tensor_parallel",
 )
-_SHARDING = ("torch.distributed.fsdp.", "torch.distributed._composable.")
-_COUNTING = ("torch.utils.module_tracker",)
-"""Modules whose hooks only move tensors or count calls; any other hook may look at logits."""
+"""Modules of tensor parallelism, whose hooks move what a layer gets and returns."""
 
-_WEIGHTS = (nn.Parameter, DTensor)
+WEIGHTS = (nn.Parameter, DTensor)
 """Types of a weight that nothing makes anew in each call, as pruning and FSDP1 do."""
 
 
@@ -67,7 +64,7 @@ class PluggedLayer:
         try:
             if compute is None:
                 return nn.Module.__call__(self, hidden)
-            if _hooks_of(self, _OUTPUT_HOOKS, _SPLITTING):  # they are for logits alone
+            if hooks_of(self, OUTPUT_HOOKS, SPLITTING):  # they are for logits alone
                 return compute(hidden)
             return self.computed(hidden, compute)
         finally:
@@ -95,7 +92,7 @@ class PluggedLayer:
         """Return the logits [..., V], while the layer's call computes a loss."""
         if adapters_of(self):
             return operands.logits()
-        if _hooks_of(self, _OUTPUT_HOOKS, _SPLITTING):
+        if hooks_of(self, OUTPUT_HOOKS, SPLITTING):
             return nn.Module.__call__(self, hidden)
         return (self.set_aside or super().forward)(hidden)  # type: ignore[misc]
 
@@ -150,15 +147,15 @@ def layers_of(head: Any) -> list[Any]:
     return [head]
 
 
-def is_known(layer: Any) -> bool:
+def is_supported(layer: Any) -> bool:
     """Whether ``operands`` holds for the layer."""
     forward = getattr(type(layer), "unfused", type(layer)).forward
     place = (forward.__module__, forward.__qualname__)
     if place == ("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer.forward"):
-        return is_known(layer.get_base_layer())
+        return is_supported(layer.get_base_layer())
     if place == ("peft.tuners.lora.layer", "Linear.forward"):
-        return is_known(layer.get_base_layer())
-    is_whole = type(getattr(layer, "weight", None)) in _WEIGHTS
+        return is_supported(layer.get_base_layer())
+    is_whole = type(getattr(layer, "weight", None)) in WEIGHTS
     return forward is nn.Linear.forward and is_whole
 
 
@@ -201,80 +198,12 @@ def operands(layer: Any, hidden: Tensor) -> LayerOperands:
     return LayerOperands(hidden, weight, bias, low_rank)
 
 
-# --- what stands in the way
-
-
-def why_real(head: Any, around: list[nn.Module], is_replica: bool) -> str | None:
-    """Return why a forward needs real logits; None if it does not.
-
-    Args:
-        head: the output layer, maybe in a wrapper of PEFT.
-        around: the modules between the model and its head, whose output is logits, too.
-        is_replica: whether the model is one of DataParallel's.
-    """
-    if is_replica:
-        return "DataParallel gathers them"
-    if _hooks_of(nn.modules.module, ["_global" + kind for kind in _OUTPUT_HOOKS]):
-        return "a hook of all modules may look at them"
-    for module in around:
-        if _hooks_of(module, _OUTPUT_HOOKS) or isinstance(module, FSDPModule):
-            return f"a hook of {type(module).__name__}, around the output layer, may look at them"
-    layers = layers_of(head)
-    if head not in layers and _is_watched(head):
-        return _WATCHED
-    for layer in layers:
-        why = why_layer_is_real(layer)
-        if why is not None:
-            return why
-    return None
-
-
-_WATCHED = "a hook of the output layer, or a forward of its own, may look at them"
-
-
-def why_layer_is_real(layer: Any) -> str | None:
-    if not is_known(layer):
-        weight = type(getattr(linear_of(layer), "weight", None))
-        unlike = "" if weight in _WEIGHTS else f", whose weight is a {weight.__name__}"
-        return f"the output layer is a {type(layer).__name__} of {type(layer).__module__}{unlike}"
-    below = linear_of(layer)
-    if _is_watched(layer):
-        return _WATCHED
-    if below is not layer and (_is_watched(below) or _hooks_of(below, _INPUT_HOOKS)):
-        return _WATCHED
-    splits = _hooks_of(layer, _OUTPUT_HOOKS, _SPLITTING)
-    if splits and (isinstance(layer, FSDPModule) or _foreign_hooks_of(layer, _INPUT_HOOKS)):
-        return "the output layer has hooks beside those of tensor parallelism"
-    if not hasattr(layer, "lora_A"):
-        return None
-    adapters = adapters_of(layer)
-    if adapters and isinstance(below.weight, DTensor):
-        return "its weight, with LoRA, is a DTensor"
-    variants = [getattr(layer, "lora_variant", layer.use_dora).get(name) for name in adapters]
-    if any(variants):
-        return "its LoRA is a variant, such as DoRA"
-    if layer.merged and layer.disable_adapters:
-        return "merged LoRA is disabled"
-    return None
-
-
-def _is_watched(layer: Any) -> bool:
-    own = vars(layer).get("forward")
-    return bool(_foreign_hooks_of(layer, _OUTPUT_HOOKS)) or not (
-        own is None or _is_of(own, _SPLITTING)
-    )
-
-
-def _foreign_hooks_of(module: Any, kinds: Any) -> list[Any]:
-    ours = (*_SPLITTING, *_SHARDING, *_COUNTING)
-    return [hook for hook in _hooks_of(module, kinds) if not _is_of(hook, ours)]
-
-
-def _hooks_of(module: Any, kinds: Any, places: tuple[str, ...] = ("",)) -> list[Any]:
-    """Return hooks of these kinds that are functions of modules with such a name."""
+def hooks_of(module: Any, kinds: Any, places: tuple[str, ...] = ("",)) -> list[Any]:
+    """Return hooks of these kinds, of functions whose modules begin with one of these names."""
     hooks = [hook for kind in kinds for hook in vars(module)[kind].values()]
-    return [hook for hook in hooks if _is_of(hook, places)]
+    return [hook for hook in hooks if is_of(hook, places)]
 
 
-def _is_of(hook: Any, places: tuple[str, ...]) -> bool:
+def is_of(hook: Any, places: tuple[str, ...]) -> bool:
+    """Whether a hook's function is of a module that begins with one of these names."""
     return (getattr(hook, "__module__", None) or "").startswith(places)

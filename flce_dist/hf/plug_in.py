@@ -18,7 +18,8 @@ from typing_extensions import Unpack
 
 from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.options import TransformersOptions, keywords_of
-from flce_dist.hf.layers import PluggedLayer, is_known, layers_of, why_real
+from flce_dist.hf.layers import PluggedLayer, is_supported, layers_of
+from flce_dist.hf.real_logits import why_real
 from flce_dist.hf.symbolic import Recording
 
 _FIXED: dict[str, Any] = dict(  # what the model decides, or the plug-in does not support
@@ -168,7 +169,7 @@ def _check_model(base: Any) -> None:
             f"model must have an output layer over the vocabulary, got a {type(base).__name__} "
             "without one: pass a model for causal language modelling (...ForCausalLM)"
         )
-    if not all(map(is_known, layers_of(head))):
+    if not all(map(is_supported, layers_of(head))):
         raise NotImplementedError(
             f"the output layer must be an nn.Linear, or LoRA on one, got {_class_names(head)}"
         )
@@ -188,14 +189,11 @@ def _check_model(base: Any) -> None:
 
 def _adopt(head: Any) -> list[Any]:
     """Make the known layers of a head fused ones, where they are not yet, and return these."""
-    layers = [layer for layer in layers_of(head) if is_known(layer)]
+    layers = [layer for layer in layers_of(head) if is_supported(layer)]
     for layer in layers:
         if not isinstance(layer, PluggedLayer):
             layer.__class__ = fused_class(layer.__class__, is_layer=True)
     return layers
-
-
-# --- classes
 
 
 @functools.cache
@@ -220,6 +218,15 @@ def _blank(base: Any, is_layer: bool) -> Any:
     return made.__new__(made)
 
 
+def _with_an_item(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return keywords whose divisor of the loss is at least 1: that of no label is then 0."""
+    count = kwargs.get("num_items_in_batch")
+    if count is None:
+        return kwargs
+    count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+    return {**kwargs, "num_items_in_batch": count}
+
+
 def _forward_of(base: Any) -> Callable[..., Any]:
     """Return the model's forward, with symbolic logits if there are labels."""
     place = [*inspect.signature(base.forward).parameters].index("labels") - 1
@@ -230,11 +237,7 @@ def _forward_of(base: Any) -> Callable[..., Any]:
         settings = self.linear_cross_entropy
         if labels is None or settings.is_off:
             return base.forward(self, *args, **kwargs)
-        count = kwargs.get("num_items_in_batch")
-        if isinstance(count, Tensor):
-            kwargs["num_items_in_batch"] = count.clamp(min=1)
-        elif count is not None:
-            kwargs["num_items_in_batch"] = max(count, 1)
+        kwargs = _with_an_item(kwargs)
         head = self.get_output_embeddings()
         around = settings.modules_around(self, head)
         why = why_real(head, around, getattr(self, "_is_replica", False))

@@ -69,10 +69,10 @@ def _same(formula: Formula, logits: Tensor, others: list[Any]) -> Formula | None
 
 def _to(formula: Formula, logits: Tensor, others: list[Any]) -> Formula | None:
     """A device stays what it is: only hidden's own is a step."""
-    is_known = [
+    are_steps = [
         x.is_floating_point if isinstance(x, torch.dtype) else x == logits.device for x in others
     ]
-    return formula if others and all(is_known) else None
+    return formula if others and all(are_steps) else None
 
 
 def _reshaped(formula: Formula, logits: Tensor, others: list[Any]) -> Formula | None:

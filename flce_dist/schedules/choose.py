@@ -76,35 +76,37 @@ def choose_schedule(
         return _windows(shape, max_logits_bytes or default, max_logits_bytes, caches=False)
     if frozen:
         return _in_forward(shape, max_logits_bytes or FROZEN_LOGITS_BYTES)
-    if schedule == "in_forward" and (max_logits_bytes is not None or not shape.row):
+    if schedule == "in_forward" and (max_logits_bytes is not None or not shape.row_bytes):
         return _in_forward(shape, max_logits_bytes or default)  # no dweight to accumulate
 
     caches = schedule == "auto"
     reduces = reduces or schedule == "in_forward"
-    budget = max_logits_bytes or sym_max(default, _spares_a_gemm(shape, reduces))
-    once = None
-    if max_logits_bytes is None:
-        once = _computing_once(
+    if max_logits_bytes is None:  # more than the default only where that does not suffice
+        within_default = _computing_once(
             shape, default, None, caches=caches, reduces=reduces, accumulates=False
         )
-    if once is None:
-        once = _computing_once(
-            shape, budget, max_logits_bytes, caches=caches, reduces=reduces, accumulates=True
-        )
-    if once is not None:
-        return once
+        if within_default is not None:
+            return within_default
+    budget = max_logits_bytes or sym_max(default, _bytes_to_compute_once(shape, reduces))
+    within_budget = _computing_once(
+        shape, budget, max_logits_bytes, caches=caches, reduces=reduces, accumulates=True
+    )
+    if within_budget is not None:
+        return within_budget
     if caches:
         return _windows(shape, budget, max_logits_bytes, caches=True)
     return _in_forward(shape, default)
 
 
 class _Shape(NamedTuple):
+    """Sizes and facts of a call that every plan follows from."""
+
     T: int
     V: int
     itemsize: int
     converts: bool
-    row: int  # bytes of a row of dweight, rounded at once; 0 if it lends none
-    accumulator_row: int  # the same of one that accumulates chunks
+    row_bytes: int  # of a row of dweight, rounded at once; 0 if it lends none
+    accumulator_row_bytes: int  # the same of one that accumulates chunks
 
     @property
     def column_bytes(self) -> int:
@@ -124,32 +126,39 @@ def _computing_once(
 
     For example 8192 tokens of 128,256 columns in bf16: within 1 GiB a cache does not fit, and
     in_forward does, with half of dweight's memory. ``accumulates`` says whether it may also take
-    chunks of tokens that cost a pass over dweight's accumulator each.
+    chunks of tokens whose dweights add up in a wider accumulator, a pass over it for each.
     """
     if caches:
         windows = _windows(shape, budget, limit, caches=True)
         if windows.cached_v == shape.V:
             return windows
-    in_forward = _auto_in_forward(shape, budget) if reduces else None
-    if in_forward is None or accumulates or shape.row == shape.accumulator_row:
-        return in_forward
-    return in_forward if len(in_forward.chunks()) == 1 else None
+    in_forward = _in_forward_within(shape, budget) if reduces else None
+    if in_forward is None:
+        return None
+    # In fp32 dweight is its own accumulator.
+    is_wider = shape.row_bytes != shape.accumulator_row_bytes
+    has_accumulator = len(in_forward.chunks()) > 1 and is_wider
+    return None if has_accumulator and not accumulates else in_forward
 
 
-def _spares_a_gemm(shape: _Shape, reduces: bool) -> int:
-    """Return the least bytes with which ``auto`` computes no logits again."""
+def _bytes_to_compute_once(shape: _Shape, reduces: bool) -> int:
+    """Return the least budget with which ``auto``, given none, computes no logits again.
+
+    It is that of up to ``_MANY_TOKENS`` at once; of more, chunks of half as many may do.
+    """
     T = shape.T
     V = shape.V
     itemsize = shape.itemsize
     window = _widest_window(shape) if shape.converts else 0
-    budgets = [2 * (V + window) * sym_min(T, _MANY_TOKENS)]  # exponentials of 16 bits
+    budgets = [2 * (V + window) * sym_min(T, _MANY_TOKENS)]  # a cache of 16 bits
     if reduces and not shape.converts:
-        # In_forward takes less: half of dweight holds some of them, or chunks accumulate dweight.
-        budgets.append(V * (T * itemsize - min(T * itemsize, shape.row) // 2))
-        if T >= 2 * _MANY_TOKENS:
-            chunk = _MANY_TOKENS // 2 * itemsize
-            most = max(chunk + shape.accumulator_row - shape.row, shape.accumulator_row)
-            budgets.append(V * most)
+        # In_forward takes less: about half of dweight's memory holds some exponentials.
+        column_bytes = T * itemsize
+        budgets.append(V * (column_bytes - min(column_bytes, shape.row_bytes) // 2))
+        if T >= 2 * _MANY_TOKENS:  # or chunks of tokens accumulate dweight, as _in_forward_within
+            of_chunk = _MANY_TOKENS // 2 * itemsize
+            at_once = of_chunk + shape.accumulator_row_bytes - shape.row_bytes
+            budgets.append(V * max(at_once, shape.accumulator_row_bytes))
     return min(budgets)
 
 
@@ -177,20 +186,30 @@ def _windows(shape: _Shape, budget: int | None, limit: int | None, *, caches: bo
     if caches and budget is not None and (V + (window if converts else 0)) * column_bytes > budget:
         cached = max(0, _round_down((budget - window * column_bytes) // column_bytes))
     held = cached + (window if cached < V or converts else 0)
-    return Windows(T, V, cached, window, held * column_bytes if T else 0, limit, converts)
+    return Windows(
+        T=T,
+        V=V,
+        cached_v=cached,
+        window_v=window,
+        logits_bytes=held * column_bytes if T else 0,
+        limit=limit,
+        converts=converts,
+    )
 
 
-def _auto_in_forward(shape: _Shape, budget: int) -> InForward | None:
+def _in_forward_within(shape: _Shape, budget: int) -> InForward | None:
     """Return in_forward with chunks, accumulator included, that fit into ``budget``; else None."""
     at_once = _in_forward(shape, budget)
     if at_once.first_t == shape.T:
         return at_once
+    if shape.converts:
+        return None
     # The accumulator replaces dweight, and at the end exists together with it, rounded.
-    rounded = shape.V * shape.row
-    accumulator = shape.V * shape.accumulator_row
+    rounded = shape.V * shape.row_bytes
+    accumulator = shape.V * shape.accumulator_row_bytes
     left = budget - (accumulator - rounded)
     at_end = accumulator if accumulator > rounded else 0
-    if shape.converts or left < _LEAST_CHUNK * shape.V * shape.itemsize or at_end > budget:
+    if left < _LEAST_CHUNK * shape.V * shape.itemsize or at_end > budget:
         return None
     return _in_forward(shape, left)
 
@@ -206,23 +225,35 @@ def _in_forward(shape: _Shape, budget: int) -> InForward:
     converts = shape.converts
     window = max(1, min(_MIN_WINDOW, V))
     held = V + (window if converts else 0)
-    chunk = budget // max(1, held * itemsize)
-    if not 0 < T <= chunk:
-        chunk = max(_TILE, _round_down(chunk))
+    most = budget // max(1, held * itemsize)  # tokens of a chunk that does not lend
+    if not 0 < T <= most:
+        most = max(_TILE, _round_down(most))
 
-    def later(tokens: int) -> int:
-        chunks = max(1, -(-tokens // chunk))
+    def even_chunk(tokens: int) -> int:
+        """Return the size of the fewest chunks that so many tokens can be cut into evenly."""
+        chunks = max(1, -(-tokens // most))
         return max(1, min(tokens, _round_up(-(-tokens // chunks))))
 
-    lends = shape.row and chunk < T and not converts
-    for more in range(-(-T // chunk) - 1) if lends else ():  # chunks after the first
-        first_t = min(T, _round_up(max(T - more * chunk, -(-T // (more + 1)))))
-        fits = _lend(shape, first_t, later(T - first_t) if more else T, budget)
-        if fits is not None:
-            return fits
-    chunk = later(T)
-    sizes = (V, window, chunk * held * itemsize)
-    return InForward(T, V, *sizes, budget, converts, min(chunk, T), chunk)
+    # Lending pays if it saves a chunk: as few as possible come behind the one that lends.
+    lends = shape.row_bytes and most < T and not converts
+    for behind in range(-(-T // most) - 1) if lends else ():
+        first_t = min(T, _round_up(max(T - behind * most, -(-T // (behind + 1)))))
+        chunk_t = even_chunk(T - first_t) if behind else T
+        lending = _lend(shape, first_t, chunk_t, budget)
+        if lending is not None:
+            return lending
+    chunk_t = even_chunk(T)
+    return InForward(
+        T=T,
+        V=V,
+        cached_v=V,
+        window_v=window,
+        logits_bytes=chunk_t * held * itemsize,
+        limit=budget,
+        converts=converts,
+        first_t=min(chunk_t, T),
+        chunk_t=chunk_t,
+    )
 
 
 def _lend(shape: _Shape, first_t: int, chunk_t: int, budget: int) -> InForward | None:
@@ -230,28 +261,38 @@ def _lend(shape: _Shape, first_t: int, chunk_t: int, budget: int) -> InForward |
     T = shape.T
     V = shape.V
     itemsize = shape.itemsize
-    row_bytes = shape.row
+    row_bytes = shape.row_bytes
     most_recomputed = round(V * _MOST_RECOMPUTED)
     later_bytes = 0
     if first_t < T:  # only one of all tokens may compute columns again
-        row_bytes = shape.accumulator_row
+        row_bytes = shape.accumulator_row_bytes
         most_recomputed = 0
         later_bytes = chunk_t * V * itemsize
     column_bytes = first_t * itemsize
-    columns = budget // column_bytes
-    if columns < 2 * _MIN_WINDOW or V <= 2 * _TILE:
+    most = budget // column_bytes  # columns in memory of their own
+    if most < 2 * _MIN_WINDOW or V <= 2 * _TILE:
         return None
-    windows = _lent_windows(column_bytes, V, _round_up(V - columns), row_bytes)
+    windows = _lent_windows(column_bytes, V, _round_up(V - most), row_bytes)
     lent = sum(columns for columns, _ in windows)
     cached = V
     window = _MIN_WINDOW
-    if V - lent > columns:
-        cached = _round_down(lent + columns - window)
+    if V - lent > most:
+        cached = _round_down(lent + most - window)
     if not windows or V - cached > most_recomputed:
         return None
     held = cached - lent + (window if cached < V else 0)
-    sizes = (cached, window, max(held * column_bytes, later_bytes))
-    return InForward(T, V, *sizes, budget, shape.converts, first_t, chunk_t, windows)
+    return InForward(
+        T=T,
+        V=V,
+        cached_v=cached,
+        window_v=window,
+        logits_bytes=max(held * column_bytes, later_bytes),
+        limit=budget,
+        converts=shape.converts,
+        first_t=first_t,
+        chunk_t=chunk_t,
+        lending=windows,
+    )
 
 
 def _lent_windows(column_bytes: int, V: int, wanted: int, row_bytes: int) -> LentWindows:

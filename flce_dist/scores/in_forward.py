@@ -139,10 +139,10 @@ def _joined(of_chunks: list[TokenStats]) -> TokenStats:
 
 
 def _mean_rows(stats: TokenStats, *, from_lse: bool) -> RowGradient:
-    """Return the factors of exponentials over their sum; of exponentials themselves without any."""
-    too_small = stats.others < torch.finfo(stats.others.dtype).tiny  # NaN is not
-    left = stats.others.masked_fill(too_small, 1.0)
-    zeros = torch.zeros_like(left)
+    """Return what makes D exponentials over their sum; of a sum near 0 exponentials themselves."""
+    is_near_0 = stats.others < torch.finfo(stats.others.dtype).tiny  # NaN is not
+    total = stats.others.masked_fill(is_near_0, 1.0)
+    zeros = torch.zeros_like(total)
     if from_lse:
-        return RowGradient(None, stats.reference + left.log(), zeros, (), None)
-    return RowGradient(left.reciprocal(), stats.reference, zeros, (), None)
+        return RowGradient(None, stats.reference + total.log(), zeros, (), None)
+    return RowGradient(total.reciprocal(), stats.reference, zeros, (), None)

@@ -23,10 +23,10 @@ from flce_dist.scores.named import NamedSaved, opened, scored
 class UnnamedSaved(NamedTuple):
     """What is saved of the ids that are not named, [T] each."""
 
-    other: Tensor
+    other: Tensor  # log of their probability, as the call returns it
     labels: Tensor  # the largest id of each token, -1 without ids
-    reference: Tensor  # as of the loss
-    others: Tensor  # sum of exponentials over the ids that are not named
+    reference: Tensor  # of exponentials, as of the loss
+    sum_e: Tensor  # sum of exponentials over them
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def name_ids(forward_pass: Pass, ids: TokenIds) -> Tensor:
 
 
 def unnamed_saved(outputs: Outputs, labels: Tensor, stats: TokenStats) -> UnnamedSaved:
-    other = outputs[1]
+    _, other, _ = outputs
     assert other is not None
     return UnnamedSaved(other.clone(), labels, stats.reference, stats.others)
 
@@ -158,7 +158,7 @@ def score_factors(
     dlse, dother, dentropy = (if_counted(x, unnamed.labels) for x in (dlse, dother, dentropy))
     scale = call.options.logit_scale
     if dother is not None:
-        dother = dother.where(unnamed.others != 0, 0.0)  # else a constant
+        dother = dother.where(unnamed.sum_e != 0, 0.0)  # else a constant
         dlse = -dother if dlse is None else dlse - dother
     of_named, sums = call.kernels.set_gradient(
         named.z,
@@ -178,19 +178,19 @@ def score_factors(
 def _affine(
     unnamed: UnnamedSaved, entropy: Tensor | None, factors: ScoreFactors
 ) -> tuple[Tensor, ...]:
-    """Return that of ``RowGradient`` at ids that are not named, by z: with U their sum,
+    """Return that of ``RowGradient`` at ids that are not named, by z: with U their ``sum_e``,
 
     ``dz_v = p_v (dtotal - dH (log p_v + H)) + exp(x_v) dother / U``, where ``log p_v = x_v -
     (log U - other)``.
     """
-    is_left = unnamed.others != 0  # NaN stays
-    left = unnamed.others.where(is_left, 1.0)
-    p_scale = (unnamed.other.exp() / left).where(is_left, 0.0)  # exp(-log_total)
+    has_unnamed = unnamed.sum_e != 0  # also if it is NaN
+    U = unnamed.sum_e.where(has_unnamed, 1.0)
+    p_scale = (unnamed.other.exp() / U).where(has_unnamed, 0.0)  # exp(-log_total)
     a = factors.dtotal * p_scale
     if factors.dother is not None:
-        a = a + factors.dother / left
+        a = a + factors.dother / U
     if factors.dentropy is None or entropy is None:
         return (a,)
-    log_total = (left.log() - unnamed.other).where(is_left, 0.0)
+    log_total = (U.log() - unnamed.other).where(has_unnamed, 0.0)
     a = a - factors.dentropy * (entropy - log_total) * p_scale
     return a, -factors.dentropy * p_scale, torch.zeros_like(a)

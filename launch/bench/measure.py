@@ -202,5 +202,6 @@ def free_memory(device: torch.device) -> None:
 
 
 def _worst(errors: Iterable[float | None]) -> float | None:
-    known = [error for error in errors if error is not None]
-    return max(known, key=lambda error: (math.isnan(error), error)) if known else None
+    """Return the largest error that was compared; NaN is larger than any."""
+    compared = [error for error in errors if error is not None]
+    return max(compared, key=lambda error: (math.isnan(error), error), default=None)

@@ -72,17 +72,18 @@ def load_config(argv: list[str]) -> FinetuneConfig:
     check_ranges(config)
     require(bool(config.runs), "runs must name at least one run, got none")
     require(len(set(config.runs)) == len(config.runs), "runs must differ, got one twice")
-    known = bool(config.adapted) and set(config.adapted) <= set(LAYERS)
-    require(known, f"adapted must name some of {', '.join(LAYERS)}, got {config.adapted}")
+    are_layers = bool(config.adapted) and set(config.adapted) <= set(LAYERS)
+    require(are_layers, f"adapted must name some of {', '.join(LAYERS)}, got {config.adapted}")
     for name in ("seq_length", "vocab_size"):  # with one the loss is 0, or of no token
         size = getattr(config, name)
         require(size > 1, f"{name} must be at least 2, got {size}")
     heads = config.num_heads
     kv_heads = config.num_kv_heads
     require(heads % kv_heads == 0, f"num_heads must divide by num_kv_heads {kv_heads}, got {heads}")
-    even = config.hidden_size % (2 * heads) == 0
-    words = f"hidden_size must divide by twice num_heads {heads}, got {config.hidden_size}"
-    require(even, words)
+    require(
+        config.hidden_size % (2 * heads) == 0,  # rotary embeddings turn pairs of a head's features
+        f"hidden_size must divide by twice num_heads {heads}, got {config.hidden_size}",
+    )
     prompt = config.prompt_tokens
     length = config.seq_length
     require(prompt < length, f"prompt_tokens must be below seq_length {length}, got {prompt}")

@@ -25,6 +25,8 @@ from flce_dist.launch.plot.scaling import ResultFile, one_grid, scaling
 from flce_dist.launch.write import write_figure
 from flce_dist.launch.yaml_config import require
 
+PROFILE = ".profile"
+"""How the stem of a profile ends."""
 FIGURES = {"memory": memory, "dial": dial, "shares": shares, "best": best}
 
 
@@ -47,34 +49,60 @@ def main(args: list[str] | None = None) -> int:
     return 0
 
 
+Figures = dict[Path, tuple[Figure | None, dict[str, Any]]]
+"""By their paths, with what each holds for; None where records are not enough."""
+
+
 def draw(results: list[Path], out: Path) -> list[Path]:
     """Write the figures of each result file; return their paths."""
     stems = [path.stem for path in results]
     require(len(set(stems)) == len(stems), f"results must have names of their own, got {stems}")
-    figures: dict[Path, tuple[Figure | None, dict[str, Any]]] = {}
+    figures: Figures = {}
     by_hardware: dict[str, list[ResultFile]] = {}
     for path in results:
-        name = path.stem.removesuffix(".profile")
-        if name != path.stem:
-            about, profiles = read_profiles(path)
-            ranks = about.get("ranks", 1)
-            if ranks > 1:
-                profiles = [x._replace(shape=f"{x.shape}, {ranks} ranks") for x in profiles]
-            figures[out / f"{name}-timeline.png"] = timeline(profiles), about
+        if path.stem.endswith(PROFILE):
+            figures |= _timeline_of(path, out)
             continue
         about, records = read_results(path)
         by_hardware.setdefault(str(about.get("hardware")), []).append((path, about, records))
         for kind, figure_of in FIGURES.items():
-            figures[out / f"{name}-{kind}.png"] = figure_of(records), about
-    for alike in filter(None, map(one_grid, by_hardware.values())):
-        path, about, _ = alike[0]
-        figure = scaling([record for _, _, records in alike for record in records])
-        figures[out / f"{path.stem}-scaling.png"] = figure, {**about, "ranks": 1}
+            figures[out / f"{path.stem}-{kind}.png"] = figure_of(records), about
     for files in by_hardware.values():
-        path, about, _ = files[0]
-        about = {**about, **_code_of(files), "ranks": 1}
-        figure = overview([records for _, _, records in files])
-        figures[out / f"{path.stem}-overview.png"] = figure, about
+        figures |= _scaling_of(files, out)
+    for files in by_hardware.values():
+        figures |= _overview_of(files, out)
+    return _written(figures)
+
+
+def _timeline_of(path: Path, out: Path) -> Figures:
+    about, profiles = read_profiles(path)
+    ranks = about.get("ranks", 1)
+    if ranks > 1:
+        profiles = [x._replace(shape=f"{x.shape}, {ranks} ranks") for x in profiles]
+    name = path.stem.removesuffix(PROFILE)
+    return {out / f"{name}-timeline.png": (timeline(profiles), about)}
+
+
+def _scaling_of(files: list[ResultFile], out: Path) -> Figures:
+    """Return the figure of those files that have one grid on several numbers of ranks."""
+    alike = one_grid(files)
+    if not alike:
+        return {}
+    path, about, _ = alike[0]
+    figure = scaling([record for _, _, records in alike for record in records])
+    return {out / f"{path.stem}-scaling.png": (figure, {**about, "ranks": 1})}
+
+
+def _overview_of(files: list[ResultFile], out: Path) -> Figures:
+    """Return the figure of files of one kind of GPU together."""
+    path, about, _ = files[0]
+    about = {**about, **_code_of(files), "ranks": 1}
+    figure = overview([records for _, _, records in files])
+    return {out / f"{path.stem}-overview.png": (figure, about)}
+
+
+def _written(figures: Figures) -> list[Path]:
+    """Write the figures that there are, each over what it holds for; return their paths."""
     drawn = {path: (figure, about) for path, (figure, about) in figures.items() if figure}
     for path, (figure, about) in drawn.items():
         below = caption(about, figure.get_figwidth())
