@@ -125,12 +125,14 @@ def constant_in_graphs(function: _F) -> _F:
 def outside_graphs(function: Any, name: str) -> Any:
     """Return the function, which under torch.compile runs between two graphs.
 
-    With fullgraph=True the error says so, by the ``name`` that the user knows. Without the break
-    the function is traced.
+    With fullgraph=True the error says so, by the ``name`` that the user knows, and under
+    torch.export another one. Without the break the function is traced, without the flag of exports
+    the error is that of fullgraph=True.
     """
     if not torch.compiler.is_compiling():
         return function
-    if torch.compiler.is_exporting():
+    # Before torch 2.13 torch.compiler.is_exporting() is true under torch.compile, too.
+    if getattr(torch.compiler, "_is_exporting_flag", False):
         raise NotImplementedError(
             f"{name} is not part of a graph of torch.export; export what returns the hidden "
             f"states, and call {name} on these"

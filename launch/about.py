@@ -3,6 +3,7 @@
 import platform
 import subprocess
 import textwrap
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 import torch
 
 import flce_dist
+
+VERSIONS = ("flce_dist", "commit", "torch", "triton", "megatron-core", "cuda")
+"""Keys of ``about`` that a figure names, beside peers'."""
 
 
 def about(device: torch.device) -> dict[str, Any]:
@@ -28,15 +32,23 @@ def about(device: torch.device) -> dict[str, Any]:
     }
 
 
-def caption(about: dict[str, Any], inches: float) -> str:
-    """Return hardware, commit and versions, in lines as wide as a figure if set in 7 points."""
-    keys = ("flce_dist", "commit", "torch", "triton", "megatron-core", "cuda")
-    packages = {key: about.get(key) for key in keys} | about.get("peers", {})
-    ranks = about.get("ranks", 1)
-    hardware = f"{about.get('hardware')}{f', {ranks} ranks' if ranks > 1 else ''}"
-    installed = [f"{name} {version}" for name, version in packages.items() if version is not None]
-    versions = textwrap.fill(", ".join(installed), round(16 * inches), break_on_hyphens=False)
-    return f"{hardware}\n{versions}"
+def caption(measurements: Sequence[dict[str, Any]], inches: float) -> str:
+    """Return the hardware, commits and versions of measurements on one kind of hardware.
+
+    In lines as wide as a figure of so many inches if set in 7 points.
+    """
+    hardware = str(measurements[0].get("hardware"))
+    ranks = {about.get("ranks", 1) for about in measurements}
+    if len(ranks) == 1 and ranks != {1}:
+        hardware += f", {ranks.pop()} ranks"
+    found = dict[str, dict[str, None]]()  # of each package the versions, in order
+    for about in measurements:
+        packages = {key: about.get(key) for key in VERSIONS} | about.get("peers", {})
+        for name, installed in packages.items():
+            if installed is not None:
+                found.setdefault(name, {})[installed] = None
+    below = ", ".join(f"{name} {' and '.join(versions)}" for name, versions in found.items())
+    return f"{hardware}\n{textwrap.fill(below, round(16 * inches), break_on_hyphens=False)}"
 
 
 def version_of(package: str) -> str | None:

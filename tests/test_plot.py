@@ -58,7 +58,7 @@ def test_an_overview_has_time_and_memory_of_each_number_of_ranks():
     assert overview([DIAL]) is None
 
 
-def test_an_overview_names_the_commits_of_all_its_files(tmp_path, monkeypatch):
+def test_an_overview_names_the_versions_of_all_its_files(tmp_path, monkeypatch):
     captions = {}
 
     def note(path: Path, figure: Any, **_: Any) -> None:
@@ -68,9 +68,11 @@ def test_an_overview_names_the_commits_of_all_its_files(tmp_path, monkeypatch):
     of_step = [*GRADIENTS, record("triton", 10.5, schedule="auto", workspace_mib=50.0)]
     on_two = [replace(r, P=2) for r in of_step]
     write_results(tmp_path / "one", ABOUT, of_step)
-    write_results(tmp_path / "two", {**ABOUT, "commit": "def5678"}, on_two)
+    newer = {"commit": "def5678", "peers": {"liger-kernel": "0.9.0"}}
+    write_results(tmp_path / "two", {**ABOUT, **newer}, on_two)
     plot.draw([tmp_path / "one.json", tmp_path / "two.json"], tmp_path)
-    assert "commit abc1234 and def5678," in captions["one-overview"]
+    of_both = "Some GPU\ncommit abc1234 and def5678, torch 2.11.0, liger-kernel 0.8.5 and 0.9.0"
+    assert captions["one-overview"] == of_both
     assert "commit abc1234," in captions["one-memory"]
 
 
@@ -197,7 +199,7 @@ def test_a_damaged_value_of_a_file_is_named(tmp_path, name, changes, message):
 
 def test_the_caption_says_what_the_numbers_hold_for():
     expected = "Some GPU, 4 ranks\ncommit abc1234, torch 2.11.0, liger-kernel 0.8.5"
-    assert caption({**ABOUT, "ranks": 4}, 8.0) == expected
+    assert caption([{**ABOUT, "ranks": 4}], 8.0) == expected
 
 
 OVER_RANKS = [

@@ -49,8 +49,8 @@ def main(args: list[str] | None = None) -> int:
     return 0
 
 
-Figures = dict[Path, tuple[Figure | None, dict[str, Any]]]
-"""By their paths, with what each holds for; None where records are not enough."""
+Figures = dict[Path, tuple[Figure | None, list[dict[str, Any]]]]
+"""By their paths, with ``about`` of each file shown; None where records are not enough."""
 
 
 def draw(results: list[Path], out: Path) -> list[Path]:
@@ -66,7 +66,7 @@ def draw(results: list[Path], out: Path) -> list[Path]:
         about, records = read_results(path)
         by_hardware.setdefault(str(about.get("hardware")), []).append((path, about, records))
         for kind, figure_of in FIGURES.items():
-            figures[out / f"{path.stem}-{kind}.png"] = figure_of(records), about
+            figures[out / f"{path.stem}-{kind}.png"] = figure_of(records), [about]
     for files in by_hardware.values():
         figures |= _scaling_of(files, out)
     for files in by_hardware.values():
@@ -80,7 +80,7 @@ def _timeline_of(path: Path, out: Path) -> Figures:
     if ranks > 1:
         profiles = [x._replace(shape=f"{x.shape}, {ranks} ranks") for x in profiles]
     name = path.stem.removesuffix(PROFILE)
-    return {out / f"{name}-timeline.png": (timeline(profiles), about)}
+    return {out / f"{name}-timeline.png": (timeline(profiles), [about])}
 
 
 def _scaling_of(files: list[ResultFile], out: Path) -> Figures:
@@ -88,37 +88,24 @@ def _scaling_of(files: list[ResultFile], out: Path) -> Figures:
     alike = one_grid(files)
     if not alike:
         return {}
-    path, about, _ = alike[0]
     figure = scaling([record for _, _, records in alike for record in records])
-    return {out / f"{path.stem}-scaling.png": (figure, {**about, "ranks": 1})}
+    return {out / f"{alike[0][0].stem}-scaling.png": (figure, [about for _, about, _ in alike])}
 
 
 def _overview_of(files: list[ResultFile], out: Path) -> Figures:
     """Return the figure of files of one kind of GPU together."""
-    path, about, _ = files[0]
-    about = {**about, **_code_of(files), "ranks": 1}
     figure = overview([records for _, _, records in files])
-    return {out / f"{path.stem}-overview.png": (figure, about)}
+    return {out / f"{files[0][0].stem}-overview.png": (figure, [about for _, about, _ in files])}
 
 
 def _written(figures: Figures) -> list[Path]:
     """Write the figures that there are, each over what it holds for; return their paths."""
-    drawn = {path: (figure, about) for path, (figure, about) in figures.items() if figure}
-    for path, (figure, about) in drawn.items():
-        below = caption(about, figure.get_figwidth())
+    drawn = {path: (figure, shown) for path, (figure, shown) in figures.items() if figure}
+    for path, (figure, shown) in drawn.items():
+        below = caption(shown, figure.get_figwidth())
         figure.supxlabel(below, fontsize=7, color="dimgray")
         write_figure(path, figure, dpi=130)
     return list(drawn)
-
-
-def _code_of(files: list[ResultFile]) -> dict[str, str | None]:
-    """Return the versions and commits of all these files."""
-
-    def of_all(key: str) -> str | None:
-        values = dict.fromkeys(about[key] for _, about, _ in files if about.get(key))
-        return " and ".join(values) or None
-
-    return {"flce_dist": of_all("flce_dist"), "commit": of_all("commit")}
 
 
 if __name__ == "__main__":

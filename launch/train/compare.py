@@ -231,7 +231,7 @@ def comparison_figure(numbers: dict[str, Any]) -> "Figure":
     memory.invert_yaxis()
     memory.axvline(numbers["gradients_mib"], color="black", linestyle=":", linewidth=1)
     figure.suptitle("Output layer and loss of the trained model", fontsize=10)
-    below = f"{_shape(numbers)}\n{caption(numbers, figure.get_figwidth())}"
+    below = f"{_shape(numbers)}\n{caption([numbers], figure.get_figwidth())}"
     figure.supxlabel(below, fontsize=7, color="dimgray")
     return figure
 
