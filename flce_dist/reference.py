@@ -36,9 +36,14 @@ def reference_linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return ``(loss, lse, logprob, entropy, correct)``; arguments as ``linear_cross_entropy``.
 
-    ``of_logits``: bias, softcap, logit_scale, temperature and vocab_size. Logits [T, V_all] are
-    materialised in the dtype of the inputs, as in eager PyTorch; everything after them is computed
-    in fp32 (fp64 for fp64 inputs).
+    Args:
+        hidden, weight, labels: whole tensors: [..., H], [V_all and padding, H] and [...].
+        **of_logits: bias, softcap, logit_scale, temperature and vocab_size.
+
+    Returns:
+        The loss, a scalar or [...] by reduction, and [...] each of the others, correct as bool.
+        Logits [..., V_all] are materialised in the dtype of the inputs, as in eager PyTorch; all
+        after them is computed in fp32 (fp64 for fp64 inputs). All but correct have a graph.
     """
     counted = labels != ignore_index
     labels = labels.where(counted, 0)[..., None].long()
@@ -73,7 +78,8 @@ def reference_linear_logprob(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``(logprob, lse, other, entropy)``; arguments as ``linear_logprob``.
 
-    With ``over="ids"`` other is -inf. Logits as in ``reference_linear_cross_entropy``.
+    logprob has the shape of ids, the others [...]. With ``over="ids"`` other is -inf. Logits as in
+    ``reference_linear_cross_entropy``.
     """
     tokens = hidden.shape[:-1]
     flat = ids.reshape(-1).long()
@@ -112,7 +118,8 @@ def reference_linear_top_k(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return ``(ids, logprob, lse, label_logprob, label_rank)``; arguments as ``linear_top_k``.
 
-    By a stable sort of all logits, which are as in ``reference_linear_cross_entropy``.
+    ids and logprob are [..., k], the others [...], the last two None without labels. By a stable
+    sort of all logits, which are as in ``reference_linear_cross_entropy``.
     """
     counted = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
     if labels is not None:
@@ -157,6 +164,8 @@ def reference_linear_divergence(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return ``(loss, entropy, teacher_entropy, same_best, overlap)``; arguments as
     ``linear_divergence``, logits as in ``reference_linear_cross_entropy``.
+
+    The loss is a scalar or [...] by reduction; the others are [...], same_best as bool.
     """
     counted = torch.ones(hidden.shape[:-1], dtype=torch.bool, device=hidden.device)
     if labels is not None:

@@ -31,6 +31,9 @@ def linear_cross_entropy(
         temperature: of all tokens, or labels' shape.
         reduction: of logprobs alone.
         dist_process_group: ranks that share the vocabulary, over which the caller sums dhidden.
+
+    Raises:
+        ValueError: shapes do not belong together, or an argument is wrong, as for ours.
     """
     if sequence_first:
         hidden = hidden.transpose(0, 1)

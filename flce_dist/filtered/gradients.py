@@ -61,6 +61,9 @@ def schedule(eps: float) -> "Filter":
     other tiles are kept than without. Excludes softcap, tp_invariant and gradients of metrics.
     In code that torch.compile compiles ``eps`` is a constant.
 
+    Raises:
+        ValueError: eps is no number within [0, 1).
+
     Example::
 
         loss = linear_cross_entropy(hidden, weight, labels, schedule=filtered.schedule(2**-12))

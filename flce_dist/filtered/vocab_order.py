@@ -36,6 +36,10 @@ def frequency_order(counts: Tensor, *, padded_vocab_size: int | None = None) -> 
         padded_vocab_size: rows of the whole weight if they are more than V_all; they determine
             which tiles lie on one rank. The order itself is of V_all rows: padding stays last.
 
+    Raises:
+        ValueError: counts are no tensor [V_all] of real numbers of at least 0, or the padded
+        vocabulary is smaller.
+
     Example::
 
         order = filtered.frequency_order(torch.bincount(ids_of_text, minlength=1000))
