@@ -146,16 +146,15 @@ class VocabShard(nn.Module):
 
     def own_part(self, value: Any, parameter: nn.Parameter) -> Any:
         """Return this rank's part of a parameter's value; a value of a wrong size unchanged."""
-        _, place = state_dtensors.local_part(parameter)
-        rows, *columns = place
+        _, place_in_shard = state_dtensors.local_part(parameter)  # all, unless FSDP2 cuts it again
+        rows, *columns = place_in_shard
         start = self.vocab_range[0]
-        shape = parameter.shape
-        of_whole = (slice(start + rows.start, start + rows.stop), *columns)
-        is_whole = value.shape == (self.padded_vocab_size, *shape[1:])
+        place_in_whole = (slice(start + rows.start, start + rows.stop), *columns)
+        is_whole = value.shape == (self.padded_vocab_size, *parameter.shape[1:])
         if isinstance(value, DTensor):
-            part, place_of_part = state_dtensors.local_part(value)
-            fits = is_whole and (place_of_part == of_whole or not part.numel())
+            part, place = state_dtensors.local_part(value)
+            fits = is_whole and (place == place_in_whole or not part.numel())
         else:
-            fits = is_whole or value.shape == shape
-            part = value[of_whole if is_whole else place] if fits else value
+            fits = is_whole or value.shape == parameter.shape
+            part = value[place_in_whole if is_whole else place_in_shard] if fits else value
         return state_dtensors.in_kind(part, parameter) if fits else value

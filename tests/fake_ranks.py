@@ -110,10 +110,10 @@ class Rank:
         return Event()
 
     def copy(
-        self, out: FakeTensor, rows: slice, source: FakeTensor, of: slice, stream: Stream
+        self, out: FakeTensor, rows: slice, source: FakeTensor, source_rows: slice, stream: Stream
     ) -> None:
         with self.on(stream):
-            out[rows].copy_(source[of])
+            out[rows].copy_(source[source_rows])
 
     def meet(self, reason: str, facts: Any) -> list[tuple[str, Any]]:
         self.said = reason, facts

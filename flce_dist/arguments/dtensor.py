@@ -206,9 +206,11 @@ def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
     rank = 0 if dim is None else collectives.group_rank(tp_group)
     P = 1 if dim is None else mesh.size(dim)
     sharding = torch_private.fsdp_sharding(x) if dim is None or mesh.ndim > 1 else None
-    if sharding is None or sharding[0].size() * P != mesh.size():
+    if sharding is None:
         return x
     data_mesh, divisor = sharding
+    if data_mesh.size() * P != mesh.size():  # other ranks than tp_group's share its rows, too
+        return x
     start, end = vocab_range(x.shape[0], rank, P)
     device_type = hidden.device.type
     dtype = hidden.dtype

@@ -86,7 +86,7 @@ def check_facts(
         raise_if_any(differences(_facts_of_all(function, facts, group, x)))
 
 
-class refusals_told:
+class refusals_told:  # not by contextlib, which takes the host longer
     """Where this rank raises in a block before it compares, the other ranks raise, too.
 
     At the function's first call with the group alone, as all comparisons; x is on its device.
@@ -111,12 +111,12 @@ def _tell_refusal(function: str, error: Exception, group: Any, x: Any) -> None:
 
 
 def told_if_unbound(function: Callable[_P, _R], calls: str | None = None) -> Callable[_P, _R]:
-    """Where Python refuses one rank's arguments, a missing one or a keyword, all ranks raise.
+    """Decorate a function: where one rank's arguments do not fit its signature, all ranks raise.
 
-    Of a keyword that ``function`` does not have the error says which was meant. Its group is the
-    parameter data_group or else tp_group, of a layer's method the layer's, and hidden is on the
-    group's device. A group that this rank did not pass is not known, so nobody is told. ``calls``
-    is the function that a method calls, in which the other ranks are.
+    Its group is the parameter data_group or else tp_group, of a layer's method the layer's, and
+    hidden is on the group's device. Of a group that this rank did not pass nobody is told. If a
+    keyword is not one of ``function``, the error says which was meant. ``calls`` is the function
+    that a method calls, in which the other ranks are.
     """
     parameters = inspect.signature(function).parameters
     names = frozenset(parameters)

@@ -115,11 +115,13 @@ class PeerDriver:
     def event(self) -> Event:
         return Event()
 
-    def copy(self, out: Tensor, rows: slice, source: Tensor, of: slice, stream: int) -> None:
-        """Copy rows ``of`` of ``source`` to ``rows`` of ``out``; both contiguous."""
+    def copy(
+        self, out: Tensor, rows: slice, source: Tensor, source_rows: slice, stream: int
+    ) -> None:
+        """Copy ``source_rows`` of ``source`` to ``rows`` of ``out``; both contiguous."""
         row = out.nbytes // max(1, len(out))  # the stride of a single row may be any
         to = out.data_ptr() + rows.start * row
-        begin = source.data_ptr() + of.start * row
+        begin = source.data_ptr() + source_rows.start * row
         if nbytes := (rows.stop - rows.start) * row:
             _cuda().cuMemcpyDtoDAsync_v2(to, begin, nbytes, stream)
 
@@ -209,8 +211,8 @@ def _check(status: int, function: Any, arguments: Any) -> None:
     if status:
         name = ctypes.c_char_p()
         _cuda().cuGetErrorName(status, ctypes.byref(name))
-        told = (name.value or b"an unknown error").decode()
-        raise RuntimeError(f"{function.__name__} of the CUDA driver: {told}")
+        error = (name.value or b"an unknown error").decode()
+        raise RuntimeError(f"{function.__name__} of the CUDA driver: {error}")
 
 
 def refuse_capture(capturing: bool, what: str) -> None:

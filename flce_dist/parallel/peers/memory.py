@@ -75,9 +75,9 @@ class Arrival:
     def hold(self, x: Tensor) -> None:
         self._held.append(x)
 
-    def copy(self, out: Tensor, rows: slice, theirs: Tensor, of: slice) -> None:
+    def copy(self, out: Tensor, rows: slice, theirs: Tensor, their_rows: slice) -> None:
         self.hold(out)
-        self._driver.copy(out, rows, theirs, of, self._stream)
+        self._driver.copy(out, rows, theirs, their_rows, self._stream)
 
     def record(self) -> None:
         self._done.record(self._stream)
@@ -191,9 +191,9 @@ class PeerMemory:
         arrival.record()
         return arrival
 
-    def copy(self, out: Tensor, rows: slice, source: Tensor, of: slice) -> None:
+    def copy(self, out: Tensor, rows: slice, source: Tensor, source_rows: slice) -> None:
         """Copy to or from this rank's block, on the current stream."""
-        self._driver.copy(out, rows, source, of, self._driver.current_stream())
+        self._driver.copy(out, rows, source, source_rows, self._driver.current_stream())
 
     def _order(self, first: Any, then: Any) -> None:
         """Make a stream wait for all that another has been given."""
@@ -226,14 +226,14 @@ class PeerMemory:
         They also learn which blocks some rank's graph uses, so that all keep the same ones.
         """
         in_graph = [block.in_graph for block in self._blocks]
-        told = self._driver.meet(f"{what} for {self._holds}", in_graph)
-        reasons = [reason for reason, _ in told]
+        of_ranks = self._driver.meet(f"{what} for {self._holds}", in_graph)
+        reasons = [reason for reason, _ in of_ranks]
         if len(set(reasons)) > 1:
             differing = "; ".join(f"rank {rank} {reason}" for rank, reason in enumerate(reasons))
             raise RuntimeError(f"ranks disagree on what to do next: {differing}")
-        of_blocks = zip(*(used for _, used in told), strict=True)
-        for block, of_ranks in zip(self._blocks, of_blocks, strict=True):
-            block.in_graph = any(of_ranks)
+        in_graphs = zip(*(of_rank for _, of_rank in of_ranks), strict=True)  # of ranks, by block
+        for block, in_graph_of_ranks in zip(self._blocks, in_graphs, strict=True):
+            block.in_graph = any(in_graph_of_ranks)
 
     def _reset_flags(self) -> None:
         flags = self._flags.of(self.rank, (2, self.P), torch.int32)
