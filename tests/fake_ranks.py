@@ -22,7 +22,11 @@ class Fault(RuntimeError):
 
 
 class Rank:
-    """One rank's host and GPU; also what PeerDriver is to PeerMemory."""
+    """One rank's host and GPU.
+
+    Methods from ``current_stream`` to ``meet`` are what PeerDriver is to PeerMemory; those behind
+    them issue what a test's program does beside it.
+    """
 
     limit_s = 10.0
 
@@ -58,8 +62,6 @@ class Rank:
         self.faults_in = 0
         yield
         self.calls, self.faults_in = steps
-
-    # --- what PeerDriver has
 
     def current_stream(self) -> Stream:
         return self.current
@@ -123,8 +125,6 @@ class Rank:
         if isinstance(self.heard, Exception):
             raise self.heard
         return self.heard
-
-    # --- what tests do
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> FakeTensor:
         self.fault()

@@ -62,9 +62,6 @@ def own_stream(rank: Rank) -> Any:
     return rank.on(Stream(rank))
 
 
-# --- what must be right, whatever the order
-
-
 def turns(rank: Rank, uses: Sequence[Use] = (gather, gather), streams: bool = False) -> None:
     """Uses that follow each other, each on a stream of its own if ``streams``."""
     memory = memory_of(rank)

@@ -189,8 +189,6 @@ def compare(
         raise AssertionError(miss)
 
 
-# --- grids and decorators
-
 SCHEDULES: list[ScheduleName] = ["recompute", "cached", "in_forward"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Case = TypeVar("Case", bound=tuple[Any, ...])

@@ -99,8 +99,6 @@ def test_dhidden_summed_in_fp32(schedule, sequence_parallel):
     assert errors[1] < 0.9 * errors[0]
 
 
-# --- which collectives, how many, how large: the same on every rank, whatever its data
-
 STATS = ("allreduce SUM float32[24]", "allreduce MAX float32[24]")
 
 
@@ -130,7 +128,10 @@ def test_a_group_of_one_rank_is_no_group(schedule, option):
 @problems.each_schedule
 @each_split
 def test_collectives_of_a_step(schedule, sequence_parallel):
-    """in_forward gathers nothing in backward, and sums dhidden in forward."""
+    """The same ones, as large, on every rank, whatever its data.
+
+    in_forward gathers nothing in backward, and sums dhidden in forward.
+    """
     calls = on_threads(4, UNEVEN, schedule=schedule, sequence_parallel=sequence_parallel).calls
     gather: tuple[str, ...] = ()
     again: tuple[str, ...] = ()

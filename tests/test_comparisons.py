@@ -41,12 +41,9 @@ def wrong(x: Any) -> Any:
     return 1.05 * x if x.is_floating_point() else x + 1
 
 
-# --- problems.compare
-
-
 @each_dtype
 @pytest.mark.parametrize("name", [*RESULTS, *METRICS, "correct"])
-def test_a_wrong_result(name: str, dtype: torch.dtype) -> None:
+def test_a_wrong_result_of_the_loss(name: str, dtype: torch.dtype) -> None:
     """Loss and metrics are fp32, whatever the operands are."""
     right = check(inputs(dtype), Upstream(), with_metrics=True)
     factor = 1.001
@@ -66,11 +63,8 @@ def test_a_result_that_was_not_asked_for() -> None:
         compare(right, inputs(), Upstream())
 
 
-# --- score_problem.compare
-
-
 @pytest.mark.parametrize("name", [*score_problem.SCORES, *GRADIENTS])
-def test_scores(name: str) -> None:
+def test_wrong_scores(name: str) -> None:
     given = score_problem.problem(torch.bfloat16)
     right = score_problem.check(given, "eager")
     with pytest.raises(AssertionError, match=f"^{name}: "):
@@ -79,11 +73,8 @@ def test_scores(name: str) -> None:
         score_problem.compare(right.without(name), given)
 
 
-# --- divergence_problem.compare
-
-
 @pytest.mark.parametrize("name", [*RESULTS, *divergence_problem.METRICS])
-def test_divergences(name: str) -> None:
+def test_wrong_divergences(name: str) -> None:
     given = divergence_problem.problem(torch.bfloat16)
     right = divergence_problem.check(given, with_metrics=True)
     with pytest.raises(AssertionError, match=f"^{name}: error"):
@@ -93,12 +84,9 @@ def test_divergences(name: str) -> None:
         divergence_problem.compare(right.without(name), given, with_metrics=True)
 
 
-# --- best_problem: compare, compare_real
-
-
 @pytest.mark.parametrize("name", BestIds._fields)
 @pytest.mark.parametrize("is_exact", [True, False])
-def test_best_ids(name: str, is_exact: bool) -> None:
+def test_wrong_best_ids(name: str, is_exact: bool) -> None:
     asked = best_problem.problem() if is_exact else best_problem.real_problem()
     right = best_problem.best(asked)
     compare_best = best_problem.compare
@@ -119,11 +107,8 @@ def test_best_ids_in_other_bits(name: str) -> None:
     assert not best_problem.same_bits(right._replace(**changes), right)
 
 
-# --- test_data_parallel.check
-
-
 @pytest.mark.parametrize("name", RESULTS)
-def test_data_parallel_ranks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_wrong_results_of_data_parallel_ranks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     given = test_data_parallel.whole()
     options: dict[str, Any] = {"schedule": "recompute", "reduction": "mean"}
     test_data_parallel.check(given, **options)
@@ -142,11 +127,8 @@ def test_data_parallel_ranks(monkeypatch: pytest.MonkeyPatch, name: str) -> None
             test_data_parallel.check(given, **options)
 
 
-# --- parallel_problem: misses, joined
-
-
 @pytest.mark.parametrize("name", RESULTS)
-def test_results_of_ranks(name: str) -> None:
+def test_wrong_results_of_ranks(name: str) -> None:
     outcome = on_threads(4, UNEVEN)
     assert misses(outcome, UNEVEN) == []
     changed: dict[str, Any] = {name: 1.01 * getattr(outcome, name)}
@@ -165,9 +147,6 @@ def test_ranks_that_differ(name: str) -> None:
             joined(ranks, sequence_parallel=False)
 
 
-# --- fake_ranks: orders of streams
-
-
 @pytest.mark.parametrize(("owner", "name", "wrong", "ends"), [
     (peer_memory.Arrival, "wait", lambda self: self._held.clear(), Wrong),
     (PeerMemory, "_tell_ready", property(lambda _: [], lambda *_: None), Hung),
@@ -182,9 +161,6 @@ def test_a_wrong_order_of_streams(
     with pytest.raises(ends):
         for error in run(2, program, seeds=60):
             raise error or AssertionError("a rank ended")
-
-
-# --- filtered gradients
 
 
 def test_filtered_gradients_with_wrong_profiles(mutate: Patch) -> None:
@@ -204,11 +180,9 @@ def test_wrong_filtered_gradients(mutate: Patch, name: str) -> None:
         check_filtered(zipf_inputs(300, 1300, 16, bias=True), 2.0**-7)
 
 
-# --- statistics that must not depend on how columns are cut
-
-
 @interpreted
 def test_units_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of tp_invariant, which must not depend on how columns are cut, then lose small terms."""
     headroom = exact_sums.headroom
     monkeypatch.setattr(exact_sums, "headroom", lambda *args: headroom(*args) + 16)
     with pytest.raises(AssertionError, match="not close"):

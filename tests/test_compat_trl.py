@@ -122,8 +122,6 @@ def test_autocast():
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-# --- with TRL
-
 SKIP = "TRL is not installed: `make rl` installs it and runs these tests"
 
 

@@ -136,9 +136,6 @@ def test_the_caller_sums_dhidden_over_ranks(temperature):
     torch.testing.assert_close(torch.cat([x[3] for x in ranks]), dweight, atol=1e-5, rtol=1e-4)
 
 
-# --- with verl
-
-
 @pytest.fixture
 def functional(monkeypatch: pytest.MonkeyPatch) -> Any:
     """verl.utils.experimental.torch_functional."""

@@ -98,9 +98,6 @@ def test_simulated_ranks():
         names["test_every_rank_returns_the_same_loss"]()
 
 
-# --- links
-
-
 def links(page: Path) -> list[tuple[Path, str]]:
     """Return ``(file, anchor)`` of each link of a page that stays in the repository."""
     found = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
@@ -125,8 +122,6 @@ def test_results_are_cited():
     cited = {file for page in PAGES for file, _ in links(page)}
     assert set((ROOT / "docs" / "results").iterdir()) <= cited
 
-
-# --- numbers
 
 WRITES = "import sys; open(sys.argv[2], 'w').write(sys.argv[1])"
 

@@ -114,9 +114,6 @@ def test_ways_are_what_they_are_called(fewer, device, P):
     assert some[0] == 1 < some[1]
 
 
-# --- planted mistakes, one for each comparison that checks share
-
-
 def never_the_same() -> Any:
     calls, op = itertools.count(), api.linear_cross_entropy
     return lambda *args, **options: op(*args, **options) * (1 + 1e-3 * next(calls))
@@ -137,6 +134,7 @@ def planted_rank(group: dist.ProcessGroup, check: str, plant: Any) -> list[str]:
     ("empty", another_loss_on_rank_1, "no rows: cached, SP: loss differs between ranks"),
 ])  # fmt: skip
 def test_a_mistake_is_found(check, plant, message, pools):
+    """One for each comparison that checks share: of bits, and against fp64."""
     for found in pools[2].run(planted_rank, check, plant):
         assert any(message in line for line in found), found
 

@@ -148,8 +148,7 @@ def test_of_eight_tokens_ours_rounds_no_more_than_eager(schedule, impl, device):
         assert ours <= 1.25 * expected, f"{name}: {ours:.3g}, eager {expected:.3g}"
 
 
-# --- logits whose count passes 2**31: offsets into what is cached no longer fit into 32 bits
-
+# More than 2**31 logits: offsets into what is cached no longer fit into 32 bits.
 # T = 40,000 tokens by V = 131,072 columns in bf16 are 10.5 GB; H = 256 keeps their products cheap.
 # An offset that wraps spoils the last tokens and columns only, and may vanish in the error of all:
 # so these are held against fp64 on their own.

@@ -100,9 +100,6 @@ def test_hooks_of_the_model_see_no_tensor_of_ours():
     assert seen == [NO_LOGITS]
 
 
-# --- what a model's own forward does with its logits
-
-
 def with_forward(forward: Any) -> tuple[Any, Any]:
     """A model with this forward, and its copy with the plug-in."""
     model = theirs()

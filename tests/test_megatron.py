@@ -274,15 +274,13 @@ def test_ignored_labels_that_are_not_computed(group, tp, sp):
         torch.testing.assert_close(skipping, of_all)
 
 
-# --- filtered gradients: blocks of tokens are of one sequence each
-
 SEQUENCES, TILE_T, TILE_V, WIDTH = 4, 128, 256, 16
 
 
 @pytest.mark.parametrize("tp, sp", [(1, False), (2, False), (2, True)])
 @on_ranks("tp")
 def test_blocks_are_of_one_sequence(group, tp, sp):
-    """Sequence i is about the rows of tile i."""
+    """Of filtered gradients; sequence i is about the rows of tile i."""
     generator = torch.Generator().manual_seed(0)
     s = TILE_T * (tp if sp else 1)
     own = 5.0 * torch.eye(SEQUENCES, WIDTH)

@@ -120,8 +120,6 @@ def test_loss_logits_and_gradients(group, P, bias, layout, options, is_dtensor):
             assert relative_rms(found[name].double(), x) < BUDGET, name
 
 
-# --- a model in torch's idiom: its optimizer saves through torch.distributed.checkpoint
-
 STYLES: dict[str, Any] = {
     "up": ColwiseParallel(),
     "down": RowwiseParallel(),
@@ -130,7 +128,10 @@ STYLES: dict[str, Any] = {
 
 
 def trainer(shape: tuple[int, ...], seed: int = 0) -> tuple[Model, torch.optim.Optimizer]:
-    """The model over the last dimension of a mesh, under FSDP2 over the first if there are two."""
+    """The model over the last dimension of a mesh, under FSDP2 over the first if there are two.
+
+    In torch's idiom: the optimizer saves through torch.distributed.checkpoint.
+    """
     torch.manual_seed(seed)
     model, mesh = Model(), mesh_of(*shape)
     parallelize_module(model, mesh["tp"], STYLES)

@@ -1,6 +1,7 @@
 """Peak memory of the op, eager on a CPU: forward and backward, with operators' temporaries.
 
 On small problems, with temporaries and slices as small by comparison as those of large ones.
+And what ``peak_memory`` says of programs whose peak is known.
 """
 
 from collections.abc import Callable, Iterator
@@ -227,9 +228,6 @@ def test_a_frozen_weight_costs_no_gradient(schedule: Any, dtype: torch.dtype) ->
     if schedule == "in_forward":
         assert saved - frozen_saved >= V * H * dtype.itemsize
         assert peak - frozen_peak >= V * H * dtype.itemsize
-
-
-# --- peak_memory, on programs whose peak is known
 
 
 def mib(n: int) -> torch.Tensor:

@@ -164,11 +164,9 @@ def test_familiar_sizes(arguments, schedule, cached_v, window_v, chunks):
     assert sizes == (schedule, cached_v, window_v, chunks)
 
 
-# --- in_forward may cache exponentials in dweight's memory, which is written last
-
-
 @given(st.integers(1, 60_000), rows, st.integers(8, 16_384), st.integers(1 << 20, 1 << 33))
 def test_no_window_is_overwritten_before_it_was_used(T, V, H, budget):
+    """in_forward may cache exponentials in dweight's memory, which is written last."""
     chosen = make(T, V, 2, "in_forward", budget, H=H)
     assert isinstance(chosen, InForward)
     if not chosen.lending:

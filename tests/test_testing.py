@@ -245,10 +245,8 @@ def test_a_thread_runs_the_backward_of_its_rank(mode):
         assert run_ranks(lambda _: torch._C._is_multithreading_enabled(), 2) == [False, False]
 
 
-# --- the error budget passes what rounds as eager does, and nothing that is wrong
-
-
 def test_the_error_budget():
+    """It passes what rounds as eager does, and nothing that is wrong."""
     torch.manual_seed(0)
     hidden, dlogits = torch.randn(64, 32).bfloat16(), torch.randn(64, 128).bfloat16()
     reference, eager = dlogits.double().T @ hidden.double(), dlogits.T @ hidden

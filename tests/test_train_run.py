@@ -233,8 +233,7 @@ def test_a_run_that_has_made_its_steps_says_so(group, tmp_path):
             assert done in screen and "2/2 [" in bar
 
 
-# --- runs with ``head.filter_eps`` and ``data.by_frequency``
-
+# Of runs with ``head.filter_eps`` and ``data.by_frequency``.
 SPREAD = 32  # of the VOCAB tokens that occur one lies in every 32 ids
 TILES = VOCAB * SPREAD // 256
 NARROW = replace(CONFIG.model, init_std=0.02)

@@ -138,8 +138,6 @@ def test_every_number_declares_its_range(schema):
     assert list(without_range(schema)) == []
 
 
-# --- a training run: shipped files, combinations, resuming, learning rate
-
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
 

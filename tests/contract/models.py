@@ -168,10 +168,8 @@ def agree(loss: Tensor) -> None:
     assert all(torch.equal(other, loss) for other in both), "the loss differs between ranks"
 
 
-# --- beside GPT: T5, whose output layer has a bias, and the hybrid one (Mamba)
-
-
 def t5(at: Setting, tied: bool) -> Any:
+    """The output layer has a bias if it is tied to the embedding."""
     from megatron.core.models.T5 import t5_spec
     from megatron.core.models.T5.t5_model import T5Model
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
