@@ -71,25 +71,30 @@ def record(where: dict[str, Any]) -> dict[str, Any]:
     return found[0]
 
 
-def cell(text: str, of: dict[str, Any]) -> str:
-    """Return the format with a record's values; nothing if one of them is None."""
-    names = re.findall(r"\{(\w+)", text)
-    if any(of.get(name) is None for name in names):
+def cell(form: str, values: dict[str, Any]) -> str:
+    """Return the format ``form`` with a record's values; nothing if one of them is None.
+
+    An exponent is as short as it may be: 1e-5, not 1e-05.
+    """
+    names = re.findall(r"\{(\w+)", form)
+    if any(values.get(name) is None for name in names):
         return ""
-    return re.sub(r"e([+-])0(?=\d)", lambda sign: "e" + sign[1].strip("+"), text.format_map(of))
+    text = form.format_map(values)
+    return re.sub(r"e([+-])0(?=\d)", lambda sign: "e" + sign[1].strip("+"), text)
 
 
 def table(name: str) -> str:
     """Return a table as Markdown. Columns, then rows, say which record, and may say how."""
-    of = spec()["tables"][name]
-    rows = [[of.get("head", ""), *of["columns"]]]
-    for label, row in of["rows"].items():
+    layout = spec()["tables"][name]
+    of_all = {**USUAL, "file": layout.get("file"), **layout.get("where", {})}
+    rows = [[layout.get("head", ""), *layout["columns"]]]
+    for label, row in layout["rows"].items():
         cells = []
-        for column in of["columns"].values():
+        for column in layout["columns"].values():
             column = {"cell": column} if isinstance(column, str) else column
-            where = {**USUAL, "file": of.get("file"), **of.get("where", {}), **column, **row}
-            text = where.pop("cell", of.get("cell"))
-            cells.append(cell(text, record(where)))
+            where = {**of_all, **column, **row}
+            form = where.pop("cell", layout.get("cell"))
+            cells.append(cell(form, record(where)))
         rows.append([str(label), *cells])
     lines = [re.sub(" +", " ", f"| {' | '.join(row)} |") for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
@@ -98,20 +103,22 @@ def table(name: str) -> str:
 
 def extremes(name: str) -> list[str]:
     """Return the least and the largest number of a range, or their sum twice."""
-    of = spec()["ranges"][name]
+    wanted = spec()["ranges"][name]
+    factor = wanted.get("times", 1)
     numbers = list[float]()
-    for file, where in itertools.product(of["files"], of["where"]):
+    for file, where in itertools.product(wanted["files"], wanted["where"]):
         where = {**USUAL, "file": file, **where}
         for x in matching(**where):
             size = {name: x.get(name) for name in "THV"}
-            per = record({**where, **of["per"], **size}) if "per" in of else {}
-            numbers += [of.get("times", 1) * x[key] / per.get(key, 1) for key in of["values"]]
-    if of.get("sum"):
+            divisors = record({**where, **wanted["per"], **size}) if "per" in wanted else {}
+            numbers += [factor * x[key] / divisors.get(key, 1) for key in wanted["values"]]
+    if wanted.get("sum"):
         numbers = [sum(numbers)]
-    return [cell(of["cell"], {"x": x}) for x in (min(numbers), max(numbers))]
+    return [cell(wanted["cell"], {"x": x}) for x in (min(numbers), max(numbers))]
 
 
 def ranged(found: re.Match[str]) -> str:
+    """Return a match of ``RANGE`` with the numbers that the files have."""
     least, largest = extremes(found[4])
     return f"{least + found[2] if found[2] else ''}{largest}<!--{found[4]}-->"
 
@@ -125,41 +132,46 @@ def written(text: str) -> str:
 
 def commands(machine: str, out: Path) -> dict[str, list[list[str]]]:
     """Return the commands that measure each file of a machine; of verify's, one for each part."""
-    of = spec()["machines"][machine]
+    plan = spec()["machines"][machine]
     start = [sys.executable]
-    if of["gpus"] > 1:
-        start = ["torchrun", "--standalone", "--nproc-per-node", str(of["gpus"])]
+    if plan["gpus"] > 1:
+        start = ["torchrun", "--standalone", "--nproc-per-node", str(plan["gpus"])]
     found = {}
-    for name, arguments in of["files"].items():
+    for name, arguments in plan["files"].items():
         program, *rest = arguments.split()
-        ways = [["--out", f"{out / name}"]]
+        parts = [["--out", f"{out / name}"]]
         if program == "verify":
-            ways = [
+            parts = [
                 ["--dtypes", dtype, "--schedules", schedule, "--output", f"{out / name}-{i}.json"]
                 for i, (dtype, schedule) in enumerate(
                     itertools.product(DTYPES, get_args(ScheduleName))
                 )
             ]
-        found[name] = [[*start, "-m", f"flce_dist.launch.{program}", *rest, *way] for way in ways]
+        program = f"flce_dist.launch.{program}"
+        found[name] = [[*start, "-m", program, *rest, *part] for part in parts]
     return found
 
 
 def run(command: list[str], gpus: str, output: TextIO | None = None) -> int:
+    """Run a command that sees these GPUs; return its exit status."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
     return subprocess.run(command, env=environment, stdout=output, stderr=output).returncode
 
 
-def measure(command: list[str], groups: "SimpleQueue[str]") -> int:
+def measure(command: list[str], free_groups: "SimpleQueue[str]") -> int:
     """Run a command on one of these groups of GPUs, which no other command then uses."""
-    gpus = groups.get()
+    gpus = free_groups.get()
     try:
         return run(command, gpus)
     finally:
-        groups.put(gpus)
+        free_groups.put(gpus)
 
 
 def groups_of_gpus(size: int) -> list[str]:
-    """Cut the visible GPUs into groups of so many, as CUDA_VISIBLE_DEVICES names them."""
+    """Cut the visible GPUs into groups of so many, as CUDA_VISIBLE_DEVICES names them.
+
+    Some may be left over. Where there are fewer than ``size`` they are one group.
+    """
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = named.split(",") if named else list(map(str, range(torch.cuda.device_count())))
     whole = len(gpus) - len(gpus) % size
@@ -167,7 +179,9 @@ def groups_of_gpus(size: int) -> list[str]:
 
 
 def closest(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return of each dtype, and each result, the error that is closest to its budget."""
+    """Return the file of ``verify``'s parts: of each dtype, and each result, the error that is
+    closest to its budget, with the case in which it was found.
+    """
     passed = all([part.pop("passed") for part in parts])
     records = [record for part in parts for record in part.pop("records")]
     for part in parts:
@@ -181,11 +195,12 @@ def closest(parts: list[dict[str, Any]]) -> dict[str, Any]:
         variant = x["case"]["variant"]
         row = rows.setdefault(dtype, {"dtype": dtype, "cases": 0})
         row["cases"] += 1
-        way = f"{x['case']['schedule']}, T={x['shape']['T']}"
-        case = f"{variant['name']} ({variant['reduction']}), {way}"
+        how = f"{x['case']['schedule']}, T={x['shape']['T']}"
+        case = f"{variant['name']} ({variant['reduction']}), {how}"
         for name, check in x["checks"].items():
             error = check["error"]
-            budget = check["budget"]  # null is NaN
+            budget = check["budget"]
+            # A file has null where the error was NaN.
             share = share_of_budget(ErrorBudget(math.nan if error is None else error, budget))
             if share >= shares.get((dtype, name), 0.0):
                 shares[dtype, name] = share
@@ -195,7 +210,10 @@ def closest(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def verify(name: str, parts: list[list[str]], groups: list[str], out: Path) -> int:
-    """Run the parts at once, since they compile for longer than they compute; write the file."""
+    """Run the parts at once, since they compile for longer than they compute; write the file.
+
+    A part whose output is there is not run again. Returns the largest exit status.
+    """
 
     def run_part(part: list[str], gpus: str) -> int:
         file = Path(part[-1])
@@ -214,53 +232,58 @@ def verify(name: str, parts: list[list[str]], groups: list[str], out: Path) -> i
 
 def measure_all(machine: str, out: Path) -> int:
     """Measure what is alone, then side by side, each on GPUs of its own; verify at last."""
-    of = spec()["machines"][machine]
+    plan = spec()["machines"][machine]
     todo = commands(machine, out)
-    groups = groups_of_gpus(of["gpus"])
+    groups = groups_of_gpus(plan["gpus"])
     out.mkdir(parents=True, exist_ok=True)
     free: SimpleQueue[str] = SimpleQueue()
     for gpus in groups:
         free.put(gpus)
-    measured = partial(measure, groups=free)
+    measured = partial(measure, free_groups=free)
     checks = {name: todo.pop(name) for name in list(todo) if name.startswith("verify")}
-    status = [measured(*todo.pop(name)) for name in of["alone"]]
+    status = [measured(*todo.pop(name)) for name in plan["alone"]]
     with ThreadPoolExecutor(len(groups)) as pool:
         status += pool.map(measured, [command for (command,) in todo.values()])
-    return max(*status, *(verify(name, parts, groups, out) for name, parts in checks.items()), 0)
+    status += [verify(name, parts, groups, out) for name, parts in checks.items()]
+    return max(0, *status)
 
 
 def show(new: Path) -> None:
     """Take these result files into docs/results, and write what pages and figures show of them."""
-    from flce_dist.launch.plot.__main__ import draw
-
     for machine in spec()["machines"].values():
         for file in (new / f"{name}.json" for name in machine["files"]):
             if file.exists():
                 shutil.copy(file, FILES)
     for page in PAGES:
         page.write_text(written(page.read_text()))
+    for names in spec()["figures"]:
+        files = [new / f"{name}.json" for name in names]
+        if any(file.exists() for file in files):
+            redraw([file if file.exists() else FILES / file.name for file in files])
+
+
+def redraw(files: list[Path]) -> None:
+    """Draw what these files show; figures that docs/results has are replaced."""
+    from flce_dist.launch.plot.__main__ import draw
+
     with TemporaryDirectory() as folder:
-        for names in spec()["figures"]:
-            files = [new / f"{name}.json" for name in names]
-            if any(file.exists() for file in files):
-                files = [file if file.exists() else FILES / file.name for file in files]
-                try:
-                    figures = draw(files, Path(folder))
-                except ConfigError as error:
-                    print(f"not drawn: {error}")
-                    continue
-                for figure in figures:
-                    if (FILES / figure.name).exists():
-                        shutil.copy(figure, FILES)
+        try:
+            figures = draw(files, Path(folder))
+        except ConfigError as error:
+            print(f"not drawn: {error}")
+            return
+        for figure in figures:
+            if (FILES / figure.name).exists():
+                shutil.copy(figure, FILES)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    of = parser.add_subparsers(dest="what", required=True)
-    of_machine = of.add_parser("measure")
-    of_machine.add_argument("machine", choices=list(spec()["machines"]))
-    of_machine.add_argument("--out", type=Path, required=True)
-    of.add_parser("show").add_argument("--out", type=Path, required=True)
+    programs = parser.add_subparsers(dest="what", required=True)
+    measuring = programs.add_parser("measure")
+    measuring.add_argument("machine", choices=list(spec()["machines"]))
+    measuring.add_argument("--out", type=Path, required=True)
+    programs.add_parser("show").add_argument("--out", type=Path, required=True)
     settings = parser.parse_args()
     if settings.what == "measure":
         return measure_all(settings.machine, settings.out)
