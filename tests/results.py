@@ -153,9 +153,9 @@ def commands(machine: str, out: Path) -> dict[str, list[list[str]]]:
 
 
 def run(command: list[str], gpus: str, output: TextIO | None = None) -> int:
-    """Run a command that sees these GPUs; return its exit status."""
+    """Run a command that sees these GPUs; return its exit status, above 0 also of a killed one."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
-    return subprocess.run(command, env=environment, stdout=output, stderr=output).returncode
+    return abs(subprocess.run(command, env=environment, stdout=output, stderr=output).returncode)
 
 
 def measure(command: list[str], free_groups: "SimpleQueue[str]") -> int:
@@ -245,7 +245,7 @@ def measure_all(machine: str, out: Path) -> int:
     with ThreadPoolExecutor(len(groups)) as pool:
         status += pool.map(measured, [command for (command,) in todo.values()])
     status += [verify(name, parts, groups, out) for name, parts in checks.items()]
-    return max(0, *status)
+    return max(status, default=0)
 
 
 def show(new: Path) -> None:

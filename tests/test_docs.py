@@ -166,6 +166,11 @@ def test_the_error_closest_to_its_budget_is_kept(tmp_path):
         results.closest(written)
 
 
+def test_a_killed_command_has_not_succeeded():
+    kill_itself = "import os; os.kill(os.getpid(), 9)"
+    assert results.run([sys.executable, "-c", kill_itself], "") > 0
+
+
 def test_new_files_bring_their_figures(monkeypatch, tmp_path):
     files, new = tmp_path / "files", tmp_path / "new"
     for folder, names in ((files, ["dial-dial.png", "peers-memory.png"]), (new, ["dial.json"])):
