@@ -31,16 +31,23 @@ def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
     token = torch.empty(logits.T)
     out = new_window(logits.T, logits.V, logits.hidden.dtype, token.device)
     bias = torch.empty(logits.V, dtype=out.dtype)
-
     with_temperature = logits._replace(inverse_temperature=token)
+    in_groups = logits.group_v is not None
+    is_largest = logits.T == SHAPES[0][0]
+    is_bf16 = out.dtype == torch.bfloat16
+    # Most special calls are compiled for it alone: their kernels differ from plain ones everywhere
+    # in the same few lines.
+    is_hopper = tuning.device_arch(out.device)[0] == "sm_90"
 
-    def statistics(*windows: torch.Tensor, metrics: bool = False, of: ShardLogits = logits) -> None:
+    def statistics(
+        *windows: torch.Tensor, metrics: bool = False, given: ShardLogits = logits
+    ) -> None:
         cache = ColumnCache(windows)
         target = Target(with_entropy=metrics, with_sum_z=metrics)
         sums = gpu.new_sums(logits, target)
-        gpu.linear_stats(of, token, target, cache=cache, others_max=token, sums=sums)
-        if windows and logits.group_v is None:
-            gpu.rescue(of, token, token, sums, target, cache=cache)
+        gpu.linear_stats(given, token, target, cache=cache, others_max=token, sums=sums)
+        if windows and not in_groups:
+            gpu.rescue(given, token, token, sums, target, cache=cache)
 
     def label_logit(**changes: Any) -> None:
         gpu.logits_at_ids(logits._replace(**changes), logits.labels, None, vocab_size=logits.V)
@@ -51,13 +58,13 @@ def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
             hidden, token, logits.labels, ignore_index=-100, plus=(token, hidden), out=hidden
         )  # fmt: skip
 
-    def dlogits(*affine: torch.Tensor, of: ShardLogits = logits) -> None:
-        gpu.dlogits(of, token, token, affine, out=out)
+    def dlogits(*affine: torch.Tensor, given: ShardLogits = logits) -> None:
+        gpu.dlogits(given, token, token, affine, out=out)
 
     calls: list[tuple[str, Callable[[], Any]]] = [(" cached", partial(statistics, out))]
     if logits.T > 1:
         calls.insert(0, ("", statistics))  # first, since a kernel is reported once
-    if logits.group_v is None and logits.T > 1:
+    if not in_groups and logits.T > 1:
         calls += [
             ("", label_logit),
             (" bias", partial(label_logit, bias=bias, softcap=5.0)),
@@ -66,23 +73,21 @@ def calls_of(logits: ShardLogits) -> list[tuple[str, Callable[[], Any]]]:
             ("", dlogits),
             (" scaled", partial(dlogits, token)),
             (" affine", partial(dlogits, token, token, token)),
+            (" divergence", partial(divergence, logits, out)),
         ]
-    is_hopper = tuning.device_arch(out.device)[0] == "sm_90"  # elsewhere these differ as little
-    if logits.group_v is not None and is_hopper and out.dtype == torch.bfloat16:
+    if in_groups and is_hopper and is_bf16:
         of_best = dict(best(logits, token))
         calls += [(f"{name} in groups", of_best[name]) for name in (" rank", " many")]
-    if logits.group_v is None and logits.T > 1:
-        calls.append((" divergence", partial(divergence, logits, out)))
-    if logits.group_v is None and logits.T == SHAPES[0][0]:
+    if not in_groups and is_largest:
         if is_hopper:
             calls.append((" entropy", partial(statistics, metrics=True)))
-        if is_hopper or out.dtype == torch.bfloat16:
+        if is_hopper or is_bf16:
             calls.append(("", partial(filtered, logits, False)))
-        if is_hopper and out.dtype == torch.bfloat16:
+        if is_hopper and is_bf16:
             calls += [
                 (" main_grad", partial(filtered, logits._replace(bias=bias), True)),
-                (" tempered", partial(statistics, out, of=with_temperature)),
-                (" tempered", partial(dlogits, token, of=with_temperature)),
+                (" tempered", partial(statistics, out, given=with_temperature)),
+                (" tempered", partial(dlogits, token, given=with_temperature)),
                 (" named", partial(scores, logits, out)),
                 (" counted", partial(counted, logits, out)),
                 *best(logits, token),

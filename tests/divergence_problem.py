@@ -61,7 +61,7 @@ class Pair:
 
     @property
     def operands(self) -> dict[str, Any]:
-        names = (f"{of}{name}" for of in ("", "teacher_") for name in ("hidden", "weight", "bias"))
+        names = (f"{model}{x}" for model in ("", "teacher_") for x in ("hidden", "weight", "bias"))
         tensors = {name: getattr(self, name) for name in names}
         return {name: x for name, x in tensors.items() if x is not None}
 
@@ -91,17 +91,16 @@ def problem(
 ) -> Pair:
     """Of random models; ignored tokens have NaN as one of the two hidden states, in turns."""
     g = torch.Generator().manual_seed(seed)
-    theirs = rows if teacher_rows is None else teacher_rows
+    teacher_rows = rows if teacher_rows is None else teacher_rows
     labels = torch.randint(V, tokens, generator=g)
     labels[torch.rand(tokens, generator=g) < ignored] = IGNORE
     hidden, teacher_hidden = (torch.randn(*tokens, n, generator=g) for n in (H, H_T))
     places = (labels == IGNORE).nonzero().unbind(1)
     for i, x in enumerate((hidden, teacher_hidden)):
         x[tuple(place[i::2] for place in places)] = torch.nan
-    weight, teacher_weight = (
-        spread * torch.randn(n, h, generator=g) / h**0.5 for n, h in ((rows, H), (theirs, H_T))
-    )
-    own, other = (torch.randn(n, generator=g) if bias else None for n in (rows, theirs))
+    shapes = (rows, H), (teacher_rows, H_T)
+    weight, teacher_weight = (spread * torch.randn(n, h, generator=g) / h**0.5 for n, h in shapes)
+    own, other = (torch.randn(n, generator=g) if bias else None for n in (rows, teacher_rows))
     options = {"labels": labels, **options}
     return Pair(hidden, weight, teacher_hidden, teacher_weight, own, other, options).to(dtype)
 

@@ -114,8 +114,11 @@ def captured(me: Rank, memory: PeerMemory, n: int) -> tuple[Any, list[Tensor], l
     return graph, inputs, results
 
 
-def check_replay(me: Rank, of: tuple[Any, list[Tensor], list[Tensor]], turn: int) -> Iterator[str]:
-    graph, (x, own), results = of
+def check_replay(
+    me: Rank, capture: tuple[Any, list[Tensor], list[Tensor]], turn: int
+) -> Iterator[str]:
+    """Replay what ``captured`` returned, on this turn's numbers."""
+    graph, (x, own), results = capture
     x.copy_(me.tokens(turn, len(x)))
     own.copy_(me.tokens(turn, len(own)))
     graph.replay()

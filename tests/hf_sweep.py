@@ -102,7 +102,8 @@ def compared(name: str) -> dict[str, Any]:
     largest = max(gradient_error, loss_error)
     result: dict[str, Any] = {"result": "real logits" if reasons else "fused"}
     is_fused = out.get("logits") is NO_LOGITS and not made
-    if not largest <= BUDGET or is_fused == bool(reasons):
+    says_why_not = bool(reasons)
+    if not largest <= BUDGET or is_fused == says_why_not:
         result = {"result": "WRONG"}
     if reasons:
         result["why"] = reasons[0].split(": ", 1)[1].split(";")[0]
@@ -143,6 +144,8 @@ def first_line(error: Exception) -> str:
 
 
 def in_time(name: str) -> dict[str, Any]:
+    """``compared``, or that it took too long."""
+
     def end(*_: Any) -> None:
         raise OutOfTime
 

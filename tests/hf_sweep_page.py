@@ -37,27 +37,27 @@ def with_lines(page: str, found: dict[str, Any]) -> str:
 def lines_of(found: dict[str, Any]) -> str:
     classes = found["classes"]
     versions = found["versions"]
-    of = {
+    by_result = {
         result: {name: x for name, x in classes.items() if x["result"] == result}
         for result in ("fused", "real logits", "refused", "not built", "WRONG")
     }
-    tried = len(classes) - len(of["not built"])
+    tried = len(classes) - len(by_result["not built"])
     largest = max(x["error"] for x in classes.values() if "error" in x)
     lines = [
         f"transformers {versions['transformers']}, torch {versions['torch']}: {tried} of "
         f"{len(classes)} causal, image- and audio-to-text classes could be built with a tiny "
         f"config. In a step of training, errors of loss and gradients up to {largest:.0e}:",
         "",
-        f"* fused: {len(of['fused'])}",
+        f"* fused: {len(by_result['fused'])}",
     ]
     for result in ("real logits", "refused", "WRONG"):
-        if of[result]:
-            lines.append(f"* {result}: {len(of[result])}")
-            lines += [f"  * {name}: {plain(x['why'])}" for name, x in of[result].items()]
+        if by_result[result]:
+            lines.append(f"* {result}: {len(by_result[result])}")
+            lines += [f"  * {name}: {plain(x['why'])}" for name, x in by_result[result].items()]
     lines += [
         "",
-        f"[Each class](results/{RESULTS.name}), and why the other {len(of['not built'])} were not "
-        "built. `python -m tests.hf_sweep` runs them.",
+        f"[Each class](results/{RESULTS.name}), and why the other "
+        f"{len(by_result['not built'])} were not built. `python -m tests.hf_sweep` runs them.",
     ]
     return "".join(f"{wrapped(line)}\n" for line in lines)
 

@@ -33,9 +33,9 @@ class Outcome(dict[str, Any]):
         return Outcome({name: x for name, x in self.items() if name not in names})
 
     def part(self, tokens: Any, rows: slice) -> "Outcome":
-        """Only the gradients of these tokens and vocabulary rows."""
-        of = {"dhidden": tokens, "dweight": rows, "dbias": rows}
-        return Outcome({name: x[of[name]] if name in of else x for name, x in self.items()})
+        """Of gradients only these tokens and vocabulary rows; all else as it is."""
+        kept = {"dhidden": tokens, "dweight": rows, "dbias": rows}
+        return Outcome({name: x[kept[name]] if name in kept else x for name, x in self.items()})
 
 
 def misses(

@@ -86,10 +86,10 @@ def different_ways(one: Problem, P: int) -> dict[str, Options]:
 
 
 def each_way(
-    ranks: Ranks, one: Problem, of: Mapping[str, Options] | None = None
+    ranks: Ranks, one: Problem, chosen: Mapping[str, Options] | None = None
 ) -> Iterator[tuple[str, Options]]:
     """Yield names and options of calls, by default of different ways, without and with SP."""
-    for way, options in (different_ways(one, ranks.P) if of is None else of).items():
+    for way, options in (different_ways(one, ranks.P) if chosen is None else chosen).items():
         yield way, {"sequence_parallel": False, **options}
         yield f"{way}, SP", {"sequence_parallel": True, **options}
 
@@ -126,11 +126,11 @@ def same_on_all_ranks(x: Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def against_fp64(
-    ranks: Ranks, problems: Mapping[str, Problem], of: Callable[[Problem], dict[str, Options]]
+    ranks: Ranks, problems: Mapping[str, Problem], ways_of: Callable[[Problem], dict[str, Options]]
 ) -> Iterator[str]:
     """Loss and gradients of every problem in every way, and the same loss everywhere."""
     for name, one in problems.items():
-        for way, options in each_way(ranks, one, of(one)):
+        for way, options in each_way(ranks, one, ways_of(one)):
             sp = options["sequence_parallel"]
             mine = rank_step(ranks.group, one, **options)
             found = misses_of_share(mine, one, ranks.group, sp)

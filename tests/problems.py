@@ -230,19 +230,21 @@ def sizes_of_d(mutate: Patch) -> list[int]:
 
 def pairwise(cases: Iterable[Case]) -> list[Case]:
     """Choose cases so that every pair of values that occurs in ``cases`` still occurs."""
-    left = list(cases)
-    met = [set(itertools.combinations(enumerate(case), 2)) for case in left]
-    missing = set().union(*met)
+    every = list(cases)
+    pairs_of = [set(itertools.combinations(enumerate(case), 2)) for case in every]
+    missing = set().union(*pairs_of)
     chosen = []
-    most = [(-len(pairs), i) for i, pairs in enumerate(met)]  # of the missing, if not fewer by now
+    # A case's number of missing pairs, negative, as it was when it was last on top: it only falls.
+    # So the case on top, if its number is still right, has more of them than any other.
+    most = [(-len(pairs), i) for i, pairs in enumerate(pairs_of)]
     heapq.heapify(most)
     while missing:
         before, i = most[0]
-        now = -len(met[i] & missing)
+        now = -len(pairs_of[i] & missing)
         heapq.heapreplace(most, (now, i))
         if now == before:
-            chosen.append(left[i])
-            missing -= met[i]
+            chosen.append(every[i])
+            missing -= pairs_of[i]
     return chosen
 
 

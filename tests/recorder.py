@@ -98,8 +98,9 @@ class Recorder:
         if other is None:  # a handle is false if it holds a 0
             other = self.filled(np.zeros, ptrs, result.dtype)
         arrays = map(self.array, (ptrs, mask, other))
-        how = self.constant(interpreter._interpreter.load), self.constant(result.data.dtype)
-        return self.made(f"{how[0]}({', '.join(arrays)}, {how[1]})", result)
+        load = self.constant(interpreter._interpreter.load)
+        dtype = self.constant(result.data.dtype)
+        return self.made(f"{load}({', '.join(arrays)}, {dtype})", result)
 
     def create_store(self, ptr: Any, value: Any, *how: Any) -> None:
         self.create_masked_store(ptr, value, self.filled(np.ones, ptr, tl.int1), *how)
