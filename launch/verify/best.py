@@ -37,29 +37,34 @@ def best_results(
 
 
 def check_best(results: dict[str, Tensor], data: Data, options: dict[str, Any]) -> dict[str, Any]:
-    """Compare results with the log-probabilities of all ids; ignored tokens must have none."""
+    """Compare results with the log-probabilities of all ids, of the tokens that are not ignored.
+
+    ``places`` counts tokens with a repeated id, or with a rank of their label that rounding does
+    not explain, and what ignored tokens have of ids and ranks: -1 is nothing.
+    """
     every = reference_linear_top_k(
         data.hidden.double(), data.weight.double(), data.vocab_size, labels=data.labels,
         bias=None if data.bias is None else data.bias.double(), **options,
     )  # fmt: skip
-    ids, logprob, lse, label_logprob, _ = every
     counted = data.labels != -100
-    by_id = torch.empty_like(logprob[counted]).scatter_(1, ids[counted], logprob[counted])
-    of = {name: x[counted] for name, x in results.items()}
-    k = of["ids"].shape[1]
+    ids, logprob, lse, label_logprob, _ = (None if x is None else x[counted] for x in every)
+    assert ids is not None and logprob is not None and lse is not None
+    assert label_logprob is not None
+    by_id = torch.empty_like(logprob).scatter_(1, ids, logprob)
+    found = {name: x[counted] for name, x in results.items()}
+    k = found["ids"].shape[1]
+    drawn = found["drawn"]
     errors = {
-        "logprob": relative_rms(of["logprob"], logprob[counted, :k]),
-        "ids": relative_rms(by_id.gather(1, of["ids"]), logprob[counted, :k]),
-        "lse": relative_rms(of["lse"], lse[counted]),
-        "drawn": relative_rms(of["drawn_logprob"], by_id.gather(1, of["drawn"][:, None])[:, 0]),
+        "logprob": relative_rms(found["logprob"], logprob[:, :k]),
+        "ids": relative_rms(by_id.gather(1, found["ids"]), logprob[:, :k]),
+        "lse": relative_rms(found["lse"], lse),
+        "drawn": relative_rms(found["drawn_logprob"], by_id.gather(1, drawn[:, None])[:, 0]),
+        "label_logprob": relative_rms(found["label_logprob"], label_logprob),
     }
     checks = {name: ErrorBudget(error, BUDGET) for name, error in errors.items()}
-    assert label_logprob is not None
-    of_label = label_logprob[counted]
-    checks["label_logprob"] = ErrorBudget(relative_rms(of["label_logprob"], of_label), BUDGET)
-    least, most = ((by_id > of_label[:, None] + nats).sum(1) for nats in (NATS, -NATS))
-    is_right = (of["label_rank"] >= least) & (of["label_rank"] < most)
-    is_right &= (of["ids"].sort(1).values.diff() > 0).all(1)
-    ignored = [(x[~counted] != -1).sum() for x in (results["ids"], results["label_rank"])]
-    checks["places"] = ErrorBudget(float((~is_right).sum() + sum(ignored)), 0.0)
+    least, most = ((by_id > label_logprob[:, None] + nats).sum(1) for nats in (NATS, -NATS))
+    is_right = (found["label_rank"] >= least) & (found["label_rank"] < most)
+    is_right &= (found["ids"].sort(1).values.diff() > 0).all(1)
+    of_ignored = [(x[~counted] != -1).sum() for x in (results["ids"], results["label_rank"])]
+    checks["places"] = ErrorBudget(float((~is_right).sum() + sum(of_ignored)), 0.0)
     return checks
