@@ -132,9 +132,9 @@ def test_tables_and_commits_are_those_of_the_files(page):
 
 
 def test_every_file_is_measured_by_a_grid():
-    for machine, of in results.spec()["machines"].items():
+    for machine, plan in results.spec()["machines"].items():
         measured = results.commands(machine, Path("out"))
-        assert {*of["alone"]} <= measured.keys() == of["files"].keys()
+        assert {*plan["alone"]} <= measured.keys() == plan["files"].keys()
         for command in itertools.chain(*measured.values()):
             grids = [ROOT / word for word in command if word.startswith("configs/")]
             assert all(grid.is_file() for grid in grids)
@@ -143,9 +143,9 @@ def test_every_file_is_measured_by_a_grid():
 
 
 def test_the_error_closest_to_its_budget_is_kept(tmp_path):
-    of = [("cached", 4, 3e-6, 1e-5), ("auto", 8, 2e-6, 4e-6), ("auto", 9, 9e-6, 1e-4)]
+    errors = [("cached", 4, 3e-6, 1e-5), ("auto", 8, 2e-6, 4e-6), ("auto", 9, 9e-6, 1e-4)]
     parts, written = list[list[str]](), list[Any]()
-    for i, (schedule, T, error, budget) in enumerate(of):
+    for i, (schedule, T, error, budget) in enumerate(errors):
         case = {"variant": {"name": "plain", "reduction": "sum"}, "schedule": schedule}
         check = {"loss": {"error": error, "budget": budget}, "same loss": {"error": 0, "budget": 0}}
         record = {"dtype": "fp32", "case": case, "shape": {"T": T}, "checks": check}
@@ -195,8 +195,12 @@ def test_a_range_is_of_all_its_records_and_over_those_of_the_same_size(monkeypat
         others = [{**one, "impl": "eager", "ms": theirs} for one in ours]
         return {"records": ours + others}
 
-    of = {"files": ["a", "b"], "where": [{}], "values": ["ms"], "cell": "{x:.1f}"}
-    ranges = {"times": of, "over": {**of, "per": {"impl": "eager"}}, "sum": {**of, "sum": True}}
+    plain = {"files": ["a", "b"], "where": [{}], "values": ["ms"], "cell": "{x:.1f}"}
+    ranges = {
+        "times": plain,
+        "over": {**plain, "per": {"impl": "eager"}},
+        "sum": {**plain, "sum": True},
+    }
     monkeypatch.setattr(results, "spec", lambda: {"ranges": ranges})
     monkeypatch.setattr(results, "result", {"a": records(2, 4), "b": records(1, 1)}.get)
     page = "0 to\n 9<!--times--> 8<!--times-->, 0.1 to 0.2<!--over-->, 7<!--sum-->"

@@ -27,9 +27,9 @@ def test_exponentials_of_few_entries(impl: str, schedule: Any, V: int) -> None:
     shared = torch.randn(16, generator=torch.Generator().manual_seed(1))
     inputs.weight.data.add_(64 * inputs.weight.std() * shared)
 
-    def gradients(call: Any, of: Inputs, **options: Any) -> tuple[torch.Tensor, ...]:
-        leaves = [x.clone().requires_grad_() for x in (of.hidden, of.weight)]
-        return torch.autograd.grad(call(*leaves, of.labels, **options), leaves)
+    def gradients(call: Any, given: Inputs, **options: Any) -> tuple[torch.Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in (given.hidden, given.weight)]
+        return torch.autograd.grad(call(*leaves, given.labels, **options), leaves)
 
     def textbook(*args: Any) -> torch.Tensor:
         return reference_linear_cross_entropy(*args)[0]

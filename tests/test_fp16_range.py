@@ -127,10 +127,10 @@ def test_a_loss_scale_that_arrives_after_in_forward(
     inputs = scaled(make_inputs(24, 150, 32, torch.float16, spread=0.05), "dhidden", 2.0**-11)
     loss_scale = torch.tensor(2.0**13)
 
-    def dhidden(call: Any, of: Inputs, **options: Any) -> torch.Tensor:
-        hidden = of.hidden.clone().requires_grad_()
-        weight = of.weight.clone().requires_grad_(not frozen)
-        loss = call(hidden, weight, of.labels, reduction=reduction, **options)
+    def dhidden(call: Any, given: Inputs, **options: Any) -> torch.Tensor:
+        hidden = given.hidden.clone().requires_grad_()
+        weight = given.weight.clone().requires_grad_(not frozen)
+        loss = call(hidden, weight, given.labels, reduction=reduction, **options)
         loss.backward(loss_scale.to(loss).expand_as(loss))
         assert hidden.grad is not None
         return hidden.grad.cpu()
@@ -234,9 +234,9 @@ def test_a_loss_scale_at_confident_tokens(impl: str, name: str, schedule: str) -
     """Hidden states times it are beyond the range, the gradients are not."""
     inputs = confident_inputs(150)
 
-    def gradients(call: Any, of: Inputs, **options: Any) -> tuple[torch.Tensor, ...]:
-        leaves = [x.clone().requires_grad_() for x in (of.hidden, of.weight)]
-        (call(*leaves, of.labels, **options) * 2.0**15).backward()
+    def gradients(call: Any, given: Inputs, **options: Any) -> tuple[torch.Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in (given.hidden, given.weight)]
+        (call(*leaves, given.labels, **options) * 2.0**15).backward()
         return tuple(leaf.grad.cpu() for leaf in leaves if leaf.grad is not None)
 
     def textbook(*args: Any) -> torch.Tensor:

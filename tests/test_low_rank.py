@@ -265,8 +265,8 @@ def test_one_graph_for_any_number_of_tokens(schedule: Any, trained: str) -> None
         for function in functions:
             leaves = parts(inputs, trained)
             names = [x for x in ("hidden", "weight", "x", "b") if x in trained.split()]
-            of = [leaves[x] for x in ("hidden", "weight", "x", "b")]
-            loss = function(*of, inputs.labels)
+            operands = [leaves[x] for x in ("hidden", "weight", "x", "b")]
+            loss = function(*operands, inputs.labels)
             found.append((loss, *torch.autograd.grad(loss, [leaves[x] for x in names])))
         for ours, expected in zip(*found, strict=True):
             assert torch.equal(ours, expected)

@@ -48,8 +48,8 @@ def test_divergence_is_that_of_megatrons_logits(group, P, at, tied):
     truth = {name: p.grad.clone() for name, p in student.named_parameters()}
 
     student.zero_grad()
-    model, of = use_linear_cross_entropy(student), use_linear_cross_entropy(teacher)
-    found = divergence(model, of, *args, labels=labels, temperature=0.8, with_metrics=True)
+    model, teaching = use_linear_cross_entropy(student), use_linear_cross_entropy(teacher)
+    found = divergence(model, teaching, *args, labels=labels, temperature=0.8, with_metrics=True)
     assert isinstance(found, DivergenceWithMetrics) and found.entropy.shape == labels.shape
     assert relative_rms(found.loss, expected) < 1e-5
     uneven(found.loss).backward()
@@ -57,34 +57,34 @@ def test_divergence_is_that_of_megatrons_logits(group, P, at, tied):
         assert relative_rms(p.grad, truth[name]) < 1e-4, name
     teacher.zero_grad()
     of_all: dict[str, Any] = {"labels": labels, "temperature": 0.8}
-    mean = divergence(model, of, *args, reduction="mean", schedule="recompute", **of_all)
+    mean = divergence(model, teaching, *args, reduction="mean", schedule="recompute", **of_all)
     counted = (labels != -100).sum()
     assert relative_rms(mean, expected.sum() / counted) < 1e-5
     other: dict[str, Any] = {"kind": "jsd", "beta": 0.3}
-    jsd = divergence(model, of, *args, **of_all, **other)
+    jsd = divergence(model, teaching, *args, **of_all, **other)
     log_m = torch.log(0.3 * log_q.exp() + 0.7 * log_p.exp())
     of_jsd = 0.3 * log_q.exp() * (log_q - log_m) + 0.7 * log_p.exp() * (log_p - log_m)
     assert relative_rms(jsd, of_jsd.sum(-1).where(labels != -100, 0.0)) < 1e-4
     heats = torch.rand(labels.shape) + 0.5  # [b, s], as temperature
     per_token, of_both = (
-        divergence(model, of, *args, labels=labels, temperature=heats, teacher_temperature=x)
+        divergence(model, teaching, *args, labels=labels, temperature=heats, teacher_temperature=x)
         for x in (heats.clone(), None)
     )
     assert torch.equal(per_token, of_both)
-    assert all(p.grad is None or not p.grad.any() for p in of.parameters())
+    assert all(p.grad is None or not p.grad.any() for p in teaching.parameters())
 
 
 @on_ranks(2)
 def test_main_grad_and_a_teacher_cut_anew(group):
     student, teacher = models(Setting(2, True), bf16=True, gradient_accumulation_fusion=True)
     args = (*batch()[:2], None)
-    model, of = use_linear_cross_entropy(student), use_linear_cross_entropy(teacher)
+    model, teaching = use_linear_cross_entropy(student), use_linear_cross_entropy(teacher)
     wrapped = in_ddp(model)
-    weight, rank = of.output_layer.weight, group.rank()
+    weight, rank = teaching.output_layer.weight, group.rank()
     rows = (rank * len(weight), (rank + 1) * len(weight))
     shard = teacher_shard(weight, rows, tp_group=group)
-    found = divergence(wrapped, of, *args, teacher_weight=shard, kind="forward_kl")
-    again = divergence(wrapped, of, *args, kind="forward_kl")
+    found = divergence(wrapped, teaching, *args, teacher_weight=shard, kind="forward_kl")
+    again = divergence(wrapped, teaching, *args, kind="forward_kl")
     assert torch.equal(found, again) and found.shape == args[0].shape
     uneven(found).backward()
     assert model.output_layer.weight.main_grad.count_nonzero()

@@ -74,13 +74,13 @@ class SimulatedMemory:
     def _copied(self, copy: Any, ranks: Sequence[int]) -> "Arrival":
         self._meeting.barrier.wait()
         found = [copy(r) for r in ranks]
-        arrival = Arrival([(x[rows], y[of].clone()) for x, rows, y, of in found])
+        arrival = Arrival([(x[rows], y[their_rows].clone()) for x, rows, y, their_rows in found])
         self._meeting.copies += len([r for r in ranks if r != self.rank])
         self._meeting.barrier.wait()
         return arrival
 
-    def copy(self, out: Tensor, rows: slice, source: Tensor, of: slice) -> None:
-        out[rows] = source[of]
+    def copy(self, out: Tensor, rows: slice, source: Tensor, source_rows: slice) -> None:
+        out[rows] = source[source_rows]
 
 
 class Arrival:

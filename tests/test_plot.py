@@ -99,8 +99,8 @@ def test_memory_names_what_is_wrong_or_failed():
 
 def test_memory_below_one_mib_has_bars_and_digits():
     """As a CPU needs at sizes of a trial."""
-    of = {"eager": 0.25, "torch_eager": 0.1, "canonical": 0.0}
-    small = [record(impl, 1.0, workspace_mib=mib) for impl, mib in of.items()]
+    mib_of = {"eager": 0.25, "torch_eager": 0.1, "canonical": 0.0}
+    small = [record(impl, 1.0, workspace_mib=mib) for impl, mib in mib_of.items()]
     figure: Any = memory(small)
     (axes,) = figure.axes
     start, end = axes.get_xlim()

@@ -230,11 +230,11 @@ def damages(given: Scored) -> dict[str, tuple[Scored, list[int]]]:
 
 @both
 @each_way
-@pytest.mark.parametrize("of", ["hidden", "weight"])
-def test_nan_makes_all_scores_of_its_token_nan(impl: str, how: dict[str, Any], of: str) -> None:
+@pytest.mark.parametrize("where", ["hidden", "weight"])
+def test_nan_makes_all_scores_of_its_token_nan(impl: str, how: dict[str, Any], where: str) -> None:
     """And of no token else; gradients, too."""
     given = problem(**how)
-    damaged, tokens = damages(given)[of]
+    damaged, tokens = damages(given)[where]
     found, right = run_scores(damaged, impl), run_scores(given, impl)
     is_nan = torch.zeros(T, dtype=torch.bool)
     is_nan[tokens] = True

@@ -85,14 +85,16 @@ def test_a_second_derivative_is_refused() -> None:
 @both
 @pytest.mark.parametrize("K", [1, 8, 10])
 def test_rows_and_keys_of_64_bits_sort_as_keys_of_32(impl: str, K: int) -> None:
-    sort, of = kernels_of(impl).sorted_ids, partial(torch.tensor, device=device_of(impl))
-    ids, offsets = torch.randint(-1, V, (4000,)).to(device_of(impl)), of([0, 0, 9, 22, 22, 4000])
+    sort = kernels_of(impl).sorted_ids
+    tensor = partial(torch.tensor, device=device_of(impl))
+    ids = torch.randint(-1, V, (4000,)).to(device_of(impl))
+    offsets = tensor([0, 0, 9, 22, 22, 4000])
     ids[1::4] = ids[::4]
     short, long = (sort(ids, offsets, size) for size in (V, 2**31 - 1))
-    rows, flat = (sort(x, of(range(0, 4001, K)), V) for x in (ids.view(-1, K), ids))
+    rows, flat = (sort(x, tensor(range(0, 4001, K)), V) for x in (ids.view(-1, K), ids))
     for one, other in zip((*short, *rows), (*long, *flat), strict=True):
         assert torch.equal(one, other)
     for begin, end in itertools.pairwise(offsets.tolist()):
         assert torch.equal(short.ids[begin:end], ids[begin:end].sort().values)
-    far = of([[1, 2**60, 2**32], [2**62, 0, 1]])
-    assert torch.equal(sort(far, of([0, 3, 6]), V).ids.msort(), far.flatten().msort())
+    far = tensor([[1, 2**60, 2**32], [2**62, 0, 1]])
+    assert torch.equal(sort(far, tensor([0, 3, 6]), V).ids.msort(), far.flatten().msort())

@@ -28,9 +28,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def dhidden_of_a_frozen_head(inputs: Inputs, impl: str, **options: Any) -> ErrorBudget:
-    def dhidden(call: Any, of: Inputs, **keywords: Any) -> Tensor:
-        hidden = of.hidden.clone().requires_grad_()
-        call(hidden, of.weight, of.labels, **keywords).backward()
+    def dhidden(call: Any, given: Inputs, **keywords: Any) -> Tensor:
+        hidden = given.hidden.clone().requires_grad_()
+        call(hidden, given.weight, given.labels, **keywords).backward()
         assert hidden.grad is not None
         return hidden.grad.cpu()
 

@@ -139,7 +139,9 @@ def test_operands_that_need_no_gradient_are_frozen_where_the_op_is_called(mutate
             assert all(check.met for check in checks.values())
             gradients = {name[1:] for name in checks if name in ("dhidden", "dweight", "dbias")}
             assert seen[-1][1] == variant.trained and gradients == set(variant.trained)
-    of = {name: {trained for call, trained, _ in seen if call == name} for name in CALLS[:3]}
+    trained_by = {
+        name: {trained for call, trained, _ in seen if call == name} for name in CALLS[:3]
+    }
     frozen = {("hidden",), ("weight",), ("bias",), ()}
-    assert of["linear_cross_entropy"] == of["linear_logprob"] == frozen
+    assert trained_by["linear_cross_entropy"] == trained_by["linear_logprob"] == frozen
     assert ("linear_logprob", ("hidden",), "in_forward") in seen
