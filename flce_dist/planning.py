@@ -217,7 +217,7 @@ def _with_low_rank(
     tensors: dict[str, Any], low_rank: Any, options: LossOptions, dtype: torch.dtype
 ) -> tuple[dict[str, Any], int]:
     """Return tensors with the columns of ``low_rank`` behind those of hidden and weight, and r."""
-    if isinstance(low_rank, tuple | list):
+    if isinstance(low_rank, (tuple, list)):
         low_rank = [_sizes_of(f"low_rank[{i}]", x, dtype) for i, x in enumerate(low_rank)]
     hidden = tensors["hidden"]
     weight = tensors["weight"]

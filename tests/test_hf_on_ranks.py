@@ -137,7 +137,7 @@ def test_logits_are_read_late_and_on_one_rank_alone(group, how, tmp_path):
     (out.loss + 0.1 * out.logits.exp().mean()).backward()
     torch.optim.SGD(plugged.parameters(), lr=0.5).step()
     if group.rank() == 0:
-        torch.testing.assert_close(out.logits.detach(), expected)
+        torch.testing.assert_close(out.logits.detach(), expected, atol=1e-4, rtol=1e-4)
 
 
 def loaded(kind: str, folder: Any, group: Any, **parallel: int) -> Any:

@@ -42,7 +42,7 @@ def with_low_rank(
 
 def check_pair(low_rank: object, options: LossOptions) -> None:
     """Check that it is a pair of plain tensors, and that the options take one."""
-    if not isinstance(low_rank, tuple | list) or len(low_rank) != 2:
+    if not isinstance(low_rank, (tuple, list)) or len(low_rank) != 2:
         got = values.shown(low_rank)
         raise ValueError(f"low_rank must be None or a pair of tensors (x, b), got {got}")
     for i, x in enumerate(low_rank):

@@ -77,7 +77,7 @@ def _to(formula: Formula, logits: Tensor, others: list[Any]) -> Formula | None:
 
 def _reshaped(formula: Formula, logits: Tensor, others: list[Any]) -> Formula | None:
     """Rows stay rows if the last size does; -1 may stand for another one alone."""
-    sizes = others[0] if len(others) == 1 and isinstance(others[0], tuple | list) else others
+    sizes = others[0] if len(others) == 1 and isinstance(others[0], (tuple, list)) else others
     keeps_rows = len(sizes) > 1 and sizes[-1] == logits.shape[-1]
     return replace(formula, is_reshaped=True) if keeps_rows else None
 

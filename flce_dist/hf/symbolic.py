@@ -224,7 +224,7 @@ def _replaced(x: Any, replace: Callable[[SymbolicLogits], Any]) -> Any:
             if _holds(value):
                 x[key] = _replaced(value, replace)
         return x
-    if isinstance(x, list | tuple):
+    if isinstance(x, (list, tuple)):
         values = [_replaced(value, replace) for value in x]
         if all(map(operator.is_, values, x)):
             return x

@@ -97,7 +97,7 @@ class HeadCall:
     # prediction was right; the layout of a model without labels, in a call of ``scores``.
 
     def __mul__(self, factor: float) -> "HeadCall":
-        if not isinstance(factor, int | float):
+        if not isinstance(factor, (int, float)):
             return NotImplemented
         softcap = self._head.layer.loss_keywords["softcap"]
         if softcap is not None:
@@ -161,6 +161,6 @@ def check_result(result: Any) -> None:
             "the model returns the logits of model.output_layer beside its loss, but none were "
             "made; register a forward hook on model.output_layer, which makes it return real ones"
         )
-    if isinstance(result, dict | list | tuple):
+    if isinstance(result, (dict, list, tuple)):
         for part in result.values() if isinstance(result, dict) else result:
             check_result(part)
