@@ -7,6 +7,7 @@ when they are needed, or have a default.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -80,6 +81,16 @@ transforms: Callable[[], bool] = getattr(
 
 FakeTensor: Any = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
 """The class of tensors of FakeTensorMode. Without it: of none, and torch's own error comes."""
+
+recorder: Callable[[], Any] = partial(
+    getattr(torch._C, "_get_dispatch_mode", lambda key: None),
+    getattr(getattr(torch._C, "_TorchDispatchModeKey", None), "PROXY", None),
+)
+"""The mode of make_fx, also inside torch.func.linearize, or None. Without it: None, and torch's own
+error comes."""
+
+is_jit_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", lambda: False)
+"""Whether torch.jit.trace is active. Without it: no, and torch's own error comes."""
 
 
 def is_batched(x: Tensor) -> bool:

@@ -1,5 +1,5 @@
-"""What is refused by name: derivatives of gradients, forward mode, transforms, tensors without
-data, and gradients of metrics that a schedule has not.
+"""What is refused by name: derivatives of gradients, forward mode, transforms, recorders, tensors
+without data, and gradients of metrics that a schedule has not.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from flce_dist import LinearCrossEntropy, filtered, linear_cross_entropy, plan
 from tests.function_calls import CALLS
@@ -63,6 +64,24 @@ def test_transforms_are_refused_by_name(name):
 
     with pytest.raises(NotImplementedError, match=r"torch\.func .* use backward or torch"):
         TRANSFORMS[name](loss, inputs.weight)
+
+
+RECORDERS: dict[str, Callable[..., Any]] = {
+    "make_fx": lambda f, weight: make_fx(f)(weight),
+    "linearize": torch.func.linearize,
+    "jit.trace": lambda f, weight: torch.jit.trace(f, (weight,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("name", CALLS)
+def test_recorders_are_refused_by_name(name, recorder):
+    inputs = small("eager")
+    ids = inputs.labels.clamp(min=0)
+    message = f"^{name} is not recorded by make_fx, torch.func.linearize and torch.jit.trace"
+    with pytest.raises(NotImplementedError, match=message):
+        RECORDERS[recorder](lambda weight: CALLS[name](inputs.hidden, weight, ids), inputs.weight)
 
 
 @pytest.mark.parametrize("name", CALLS)
