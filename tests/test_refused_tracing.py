@@ -96,12 +96,32 @@ def test_fake_tensors_are_refused_by_name(name):
             assert plan(*fakes).tokens == 6
 
 
+@pytest.mark.parametrize("which", ["weight", "labels"])
+@pytest.mark.parametrize("name", CALLS)
+def test_one_fake_tensor_among_others_is_refused_by_name(name, which):
+    """A mode that allows for that would return memory that nobody has written."""
+    names = "hidden", "weight", "labels"
+    real = torch.ones(6, 4), torch.ones(9, 4), torch.zeros(6, dtype=torch.int64)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = torch.empty(6, 4), torch.empty(9, 4), torch.zeros(6, dtype=torch.int64)
+    pairs = zip(names, real, fakes, strict=True)
+    given = [fake if x == which else own for x, own, fake in pairs]
+    if which == "labels" and name in ("linear_sample", "linear_divergence"):
+        pytest.skip("the call has none")
+    if which == "labels" and name == "linear_logprob":
+        which = "ids"
+    with pytest.raises(ValueError, match=f"^{which} must hold data, got a FakeTensor"):
+        CALLS[name](*given)
+
+
 def test_a_layer_made_of_fake_tensors_has_no_values():
     with FakeTensorMode():
         layer = LinearCrossEntropy(4, 9, bias=True)
         assert layer.logits(torch.empty(6, 4)).shape == (6, 9)
         with pytest.raises(ValueError, match="got a FakeTensor: call linear_cross_entropy outside"):
             layer(torch.empty(6, 4), torch.zeros(6, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"^weight must hold data, got a FakeTensor"):
+        layer(torch.ones(6, 4), torch.zeros(6, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(("schedule", "message"), [

@@ -123,6 +123,7 @@ def local_of(
     Over other mesh dimensions it must be replicated. ``gradient`` is the placement of its gradient
     over the group; None for the placement of ``x``. ``group_name`` is the caller's.
     """
+    check_holds_data(name, x)
     if isinstance(x, DTensor):
         mesh = x.device_mesh
         dim = _dimension(mesh, tp_group)
@@ -145,6 +146,17 @@ def local_of(
             gradients[dim] = gradient
         x = x.to_local(grad_placements=gradients)
     return _Waited.apply(x) if isinstance(x, _ASYNC) else x
+
+
+def check_holds_data(name: str, x: Any) -> None:
+    """Raise if ``x`` is a FakeTensor outside compiled code.
+
+    Beside real tensors its mode may let a result be memory that nothing has been written to.
+    """
+    if isinstance(x, torch_private.FakeTensor) and not torch.compiler.is_compiling():
+        raise ValueError(
+            f"{name} must hold data, got a FakeTensor: pass a tensor made outside FakeTensorMode"
+        )
 
 
 def _dimension(mesh: DeviceMesh, tp_group: dist.ProcessGroup | None) -> int | None:
