@@ -262,9 +262,9 @@ def apply(
     """Run a call with checked options; return the loss and any metrics in labels' shape."""
     weight = arguments.weight  # as the caller passed it
     with refusals_told(function, arguments.tp_group, arguments.hidden):
+        refuse_tracing(function, arguments.hidden)
         if may_have_dtensors(arguments):
             arguments = localized(arguments)
-        refuse_tracing(function, arguments.hidden)
         last_columns = None
         low_rank_columns = 0
         if low_rank is not None:

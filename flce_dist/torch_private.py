@@ -7,6 +7,7 @@ when they are needed, or have a default.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -42,17 +43,29 @@ def is_wanted(node: Any) -> bool:
 
     Without it: yes. With accumulate_dweight a backward for hidden alone then adds dweight, too.
     """
-    return is_returned(node) or _is_executed(node)
+    try:
+        return _is_executed(node)
+    except RuntimeError:  # torch answers so about a leaf that torch.autograd.grad was asked for
+        return True
 
 
-def is_returned(leaf: Any) -> bool:
-    """Whether ``torch.autograd.grad``, which runs, returns the gradient that goes to this leaf.
+def is_returned(node: Any) -> bool:
+    """Whether ``torch.autograd.grad``, which runs, returns the gradient that goes to this node.
+
+    Or what nodes of one input, such as casts and views, make of that. Not one of several inputs:
+    their gradients are not in main_grad.
 
     Without it: no. With accumulate_dweight it then returns None, or zeros that share one element.
     """
     try:
-        _is_executed(leaf)
-    except RuntimeError:  # torch answers so about a leaf that torch.autograd.grad was asked for
+        while _is_executed(node):
+            behind = [before for before, _ in node.next_functions if before is not None]
+            if behind and not any(map(is_wanted, behind)):
+                return True  # it runs for its own sake
+            if len(behind) != 1:
+                return False
+            node = behind[0]
+    except RuntimeError:  # as above
         return True
     return False
 
@@ -68,6 +81,16 @@ transforms: Callable[[], bool] = getattr(
 
 FakeTensor: Any = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
 """The class of tensors of FakeTensorMode. Without it: of none, and torch's own error comes."""
+
+recorder: Callable[[], Any] = partial(
+    getattr(torch._C, "_get_dispatch_mode", lambda key: None),
+    getattr(getattr(torch._C, "_TorchDispatchModeKey", None), "PROXY", None),
+)
+"""The mode of make_fx, also inside torch.func.linearize, or None. Without it: None, and torch's own
+error comes."""
+
+is_jit_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", lambda: False)
+"""Whether torch.jit.trace is active. Without it: no, and torch's own error comes."""
 
 
 def is_batched(x: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """When dweight is added into ``weight.main_grad``, into which buffer, and what autograd gets."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -57,6 +58,46 @@ def test_only_a_backward_that_asks_for_weight_adds(schedule):
     assert_added(weight, dweight)
     loss.backward(inputs=[weight])
     assert_added(weight, dweight, times=2)
+
+
+BEHIND: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda weight: weight,
+    "a view": lambda weight: weight.t().t(),
+    "a cast": lambda weight: weight.to(torch.float64).to(torch.float32),
+    "a product": lambda weight: weight * torch.ones((), requires_grad=True),
+}
+
+
+@each_schedule
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("name", BEHIND)
+def test_zeros_of_a_weight_that_autocast_casts(name, autocast, flag, schedule):
+    """torch.autograd.grad refuses None, and main_grad has dweight by then."""
+    inputs = problem()
+    leaf = parameter(inputs, flag=flag)
+    weight = BEHIND[name](leaf)
+    if weight is not leaf:
+        vars(weight).update(vars(leaf))
+    dweight = unfused(inputs, schedule=schedule)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = loss_of(inputs, weight, schedule=schedule)
+
+    def assert_zeros_and_added(asked: Any, times: int) -> None:
+        (found,) = torch.autograd.grad(loss, asked, retain_graph=True)
+        assert found.shape == asked.shape and found.dtype == torch.float32 and not found.any()
+        found += 1.0  # a pipeline's next microbatch
+        assert not found.std()
+        change = weight.main_grad - weight.before
+        assert relative_rms(change, times * dweight) < (0.02 if autocast else 1e-5)
+
+    assert_zeros_and_added(weight, 1)
+    if name == "a product" and not flag:
+        # main_grad is the product's: zeros would be no gradient of its factor.
+        with pytest.raises(RuntimeError, match="not have been used"):
+            torch.autograd.grad(loss, leaf, retain_graph=True)
+    else:
+        assert_zeros_and_added(leaf, 2)
 
 
 @each_schedule

@@ -1,5 +1,5 @@
-"""What is refused by name: derivatives of gradients, forward mode, transforms, tensors without
-data, and gradients of metrics that a schedule has not.
+"""What is refused by name: derivatives of gradients, forward mode, transforms, recorders, tensors
+without data, and gradients of metrics that a schedule has not.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from flce_dist import LinearCrossEntropy, filtered, linear_cross_entropy, plan
 from tests.function_calls import CALLS
@@ -65,6 +66,24 @@ def test_transforms_are_refused_by_name(name):
         TRANSFORMS[name](loss, inputs.weight)
 
 
+RECORDERS: dict[str, Callable[..., Any]] = {
+    "make_fx": lambda f, weight: make_fx(f)(weight),
+    "linearize": torch.func.linearize,
+    "jit.trace": lambda f, weight: torch.jit.trace(f, (weight,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("name", CALLS)
+def test_recorders_are_refused_by_name(name, recorder):
+    inputs = small("eager")
+    ids = inputs.labels.clamp(min=0)
+    message = f"^{name} is not recorded by make_fx, torch.func.linearize and torch.jit.trace"
+    with pytest.raises(NotImplementedError, match=message):
+        RECORDERS[recorder](lambda weight: CALLS[name](inputs.hidden, weight, ids), inputs.weight)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_fake_tensors_are_refused_by_name(name):
     """In their mode and outside it; a plan of them is made, as of shapes."""
@@ -77,12 +96,32 @@ def test_fake_tensors_are_refused_by_name(name):
             assert plan(*fakes).tokens == 6
 
 
+@pytest.mark.parametrize("which", ["weight", "labels"])
+@pytest.mark.parametrize("name", CALLS)
+def test_one_fake_tensor_among_others_is_refused_by_name(name, which):
+    """A mode that allows for that would return memory that nobody has written."""
+    names = "hidden", "weight", "labels"
+    real = torch.ones(6, 4), torch.ones(9, 4), torch.zeros(6, dtype=torch.int64)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = torch.empty(6, 4), torch.empty(9, 4), torch.zeros(6, dtype=torch.int64)
+    pairs = zip(names, real, fakes, strict=True)
+    given = [fake if x == which else own for x, own, fake in pairs]
+    if which == "labels" and name in ("linear_sample", "linear_divergence"):
+        pytest.skip("the call has none")
+    if which == "labels" and name == "linear_logprob":
+        which = "ids"
+    with pytest.raises(ValueError, match=f"^{which} must hold data, got a FakeTensor"):
+        CALLS[name](*given)
+
+
 def test_a_layer_made_of_fake_tensors_has_no_values():
     with FakeTensorMode():
         layer = LinearCrossEntropy(4, 9, bias=True)
         assert layer.logits(torch.empty(6, 4)).shape == (6, 9)
         with pytest.raises(ValueError, match="got a FakeTensor: call linear_cross_entropy outside"):
             layer(torch.empty(6, 4), torch.zeros(6, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"^weight must hold data, got a FakeTensor"):
+        layer(torch.ones(6, 4), torch.zeros(6, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(("schedule", "message"), [

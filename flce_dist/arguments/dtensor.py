@@ -148,6 +148,7 @@ def local_of(
     over the group; None for the placement of ``x``. ``group_name`` is the caller's, and ``way_out``
     returns what the error suggests.
     """
+    check_holds_data(name, x)
     if isinstance(x, DTensor):
         mesh = x.device_mesh
         dim = _dimension(mesh, tp_group)
@@ -176,6 +177,17 @@ def _is_placed(x: DTensor, expected: Placement, dim: int | None) -> bool:
         if x.device_mesh.size(d) > 1 and not is_wanted:
             return False
     return True
+
+
+def check_holds_data(name: str, x: Any) -> None:
+    """Raise if ``x`` is a FakeTensor outside compiled code.
+
+    Beside real tensors its mode may let a result be memory that nothing has been written to.
+    """
+    if isinstance(x, torch_private.FakeTensor) and not torch.compiler.is_compiling():
+        raise ValueError(
+            f"{name} must hold data, got a FakeTensor: pass a tensor made outside FakeTensorMode"
+        )
 
 
 def _dimension(mesh: DeviceMesh, tp_group: dist.ProcessGroup | None) -> int | None:

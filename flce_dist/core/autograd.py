@@ -122,16 +122,23 @@ def differentiable(call: Call, operands: Operands, weight: Tensor) -> tuple[Tens
 
 
 def refuse_tracing(name: str, hidden: Any) -> None:
-    """Refuse torch.func, and tensors without data, for the function of this name.
+    """Refuse torch.func, tracers, and tensors without data, for the function of this name.
 
     Tensors are fake in compiled code, too, which calls operators that have fakes.
     """
-    if not torch.compiler.is_compiling() and isinstance(hidden, torch_private.FakeTensor):
-        raise ValueError(
-            f"hidden must hold data, got a FakeTensor: call {name} outside FakeTensorMode; "
-            "flce_dist.plan tells the sizes of the loss there, and torch.compile and torch.export "
-            "trace it"
-        )
+    if not torch.compiler.is_compiling():
+        if isinstance(hidden, torch_private.FakeTensor):
+            raise ValueError(
+                f"hidden must hold data, got a FakeTensor: call {name} outside FakeTensorMode; "
+                "flce_dist.plan tells the sizes of the loss there, and torch.compile and "
+                "torch.export trace it"
+            )
+        if torch_private.recorder() is not None or torch_private.is_jit_tracing():
+            # What kernels write is not recorded.
+            raise NotImplementedError(
+                f"{name} is not recorded by make_fx, torch.func.linearize and torch.jit.trace: "
+                "torch.compile and torch.export trace the loss, and these flce_dist.reference"
+            )
     if torch_private.transforms():
         raise NotImplementedError(
             f"{name} does not support the transforms of torch.func (grad, vmap, "
