@@ -76,7 +76,9 @@ class LinearCrossEntropy(VocabShard):
     FSDP2's ``fully_shard`` may shard each rank's rows again over a data-parallel mesh, also on the
     meta device (then call ``to_empty`` and ``reset_parameters``). It gathers them for ``forward``;
     call ``register_fsdp_forward_method`` for ``forward_with_metrics`` and ``logits``. Deep-copy the
-    layer before it is sharded: FSDP2 refuses to copy what it has sharded.
+    layer before it is sharded: FSDP2 refuses to copy what it has sharded. With a tp_group
+    load whole parameters by ``load_state_dict``: torch's ``set_model_state_dict`` with
+    ``full_state_dict=True`` cuts them over the data-parallel mesh alone, and raises.
 
     Example::
 
