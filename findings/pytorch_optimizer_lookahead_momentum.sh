@@ -50,7 +50,8 @@ for optimizer_class, options in (
     pullback, _ = train(optimizer_class, options, "pullback")
     by_hand, _ = train(optimizer_class, options, "none", resets_itself=True)
     print(f"{optimizer_class.__name__}: after 12 steps parameters differ from those of 'none'")
-    print(f"    by {distance(none, reset):.4f} with 'reset', {distance(none, pullback):.4f}", end=" ")
+    print(f"    by {distance(none, reset):.4f} with 'reset',", end=" ")
+    print(f"{distance(none, pullback):.4f}", end=" ")
     print(f"with 'pullback', {distance(none, by_hand):.4f} with a reset by hand; state {names}")
     is_as_described &= distance(none, by_hand) > 0.01
     if optimizer_class is torch.optim.SGD:

@@ -3,7 +3,8 @@
 # format with, reorders the rows of lora_B of a Llama's queries and keys, as Hugging Face has them
 # in another order. DoRA's magnitudes, one for each row, it leaves as they are. So rows of these get
 # the magnitudes of others, and the adapter, loaded with peft, is not what was trained, also right
-# after it was made. No error, no warning; values are right, and the merged model is.
+# after it was made. No error, no warning; values are right, and the merged model is. (Recipes do
+# not save use_dora in the adapter's config either; the program applies DoRA's formula itself.)
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
