@@ -30,9 +30,10 @@ def test_a_model(script, tmp_path):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_trainer(processes, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    launcher.append("--tee=1")  # whole lines, [default0]: before them; else they may mix
+    launcher += ["--redirects=1", f"--log-dir={tmp_path}"]  # lines of two processes may mix
     text = printed(SCRIPTS[2], tmp_path, *(launcher if processes > 1 else []))
-    found = re.findall(r"^(?:\[\w+\]:)?(\d) (\d+\.\d+)$", text, re.M)
+    text += "".join(path.read_text() for path in tmp_path.rglob("stdout.log"))
+    found = re.findall(r"^(\d) (\d+\.\d+)$", text, re.M)
     assert [int(world_size) for world_size, _ in found] == [processes] * processes
     assert all(10 < float(loss) < 11 for _, loss in found)
 
