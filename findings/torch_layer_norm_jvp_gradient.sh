@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# torch 2.13.0: the gradient of a loss that has a jvp of F.layer_norm in it, as sliced score matching
-# or a penalty of directional derivatives, is wrong for what comes before the layer: it is that with
-# the layer's mean and standard deviation as constants in the derivative. The loss is right, and so
-# is the gradient of the same loss with a vjp, twice backward. F.instance_norm and F.batch_norm in
-# training are alike; F.group_norm and F.rms_norm are right. No error, no warning. (The authors know
-# of it: issue 198017 of pytorch/pytorch, open in September 2026, lists both layers.)
+# torch 2.13.0: the gradient of a loss that has a jvp of F.layer_norm in it, as sliced score
+# matching or a penalty of directional derivatives, is wrong for what comes before the layer: it is
+# that with the layer's mean and standard deviation as constants in the derivative. The loss is
+# right, and so is the gradient of the same loss with a vjp, twice backward. F.instance_norm and
+# F.batch_norm in training are alike; F.group_norm and F.rms_norm are right. No error, no warning.
+# (The authors know of it: issue 198017 of pytorch/pytorch, open in September 2026, lists both
+# layers.)
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# torch 2.13.0: Muon with nesterov=False of bf16 parameters divides its momentum by its own norm, in
-# place, in each step. Gradients that are small beside 1, as most are, then hardly change it any
+# torch 2.13.0: Muon with nesterov=False of bf16 parameters divides its momentum by its own norm,
+# in place, in each step. Gradients that are small beside 1, as most are, then hardly change it any
 # more: it keeps the direction of the first ones, and the parameter goes on in it, against later
-# gradients. No error, no warning; with nesterov=True, the default, and in fp32 it turns. (Computing
-# the update it casts the momentum to bf16, which for bf16 gives the same tensor, and divides that.
-# The authors know: pull request 194664 of pytorch/pytorch, later than this version.)
+# gradients. No error, no warning; with nesterov=True, the default, and in fp32 it turns.
+# (Computing the update it casts the momentum to bf16, which for bf16 gives the same tensor, and
+# divides that. The authors know: pull request 194664 of pytorch/pytorch, later than this version.)
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# torch 2.13.0: the second derivatives of a layer with weight_norm (of nn.utils.parametrizations, and
-# the older nn.utils.weight_norm) by its direction, original1, are wrong: its backward, where it is
-# differentiated again, takes the lengths of the vectors as constants. So Hessians, their products
-# with vectors, and gradients through an inner step of training (MAML) are wrong. First derivatives
-# are right, as are second ones of the same formula by hand, and with dim=None. No error, no warning.
+# torch 2.13.0: the second derivatives of a layer with weight_norm (of nn.utils.parametrizations,
+# and the older nn.utils.weight_norm) by its direction, original1, are wrong: its backward, where
+# it is differentiated again, takes the lengths of the vectors as constants. So Hessians, their
+# products with vectors, and gradients through an inner step of training (MAML) are wrong. First
+# derivatives are right, as are second ones of the same formula by hand, and with dim=None. No
+# error, no warning.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # transformers 5.24.0: DataCollatorForLanguageModeling with a seed, in a DataLoader with workers,
-# draws the same masks in each epoch. Workers start anew for each epoch, and each makes its generator
-# from the seed and its number alone. So of a text that comes at the same place, as without shuffling
-# or from a stream, the same few tokens are predicted in all epochs, and the others never; and all
-# ranks draw the same. No error, no warning; without a seed, without workers, and with
-# persistent_workers=True each epoch has masks of its own.
+# draws the same masks in each epoch. Workers start anew for each epoch, and each makes its
+# generator from the seed and its number alone. So of a text that comes at the same place, as
+# without shuffling or from a stream, the same few tokens are predicted in all epochs, and the
+# others never; and all ranks draw the same. No error, no warning; without a seed, without workers,
+# and with persistent_workers=True each epoch has masks of its own.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
