@@ -77,7 +77,9 @@ def linear_cross_entropy(
         labels: [...] int64 or int32 global ids; the labels of all tokens, on every rank. At the
             first call of a group its ranks compare labels, options and sizes.
         bias: [V], this rank's part. A bias of -inf bans a column: its probability and gradient are
-            0. A token with a banned label has loss inf and a finite gradient, as in PyTorch.
+            0. A token with a banned label has loss inf and a finite gradient, as in PyTorch; if all
+            columns are banned, loss and gradients are NaN. With softcap nothing is banned: capped
+            logits are -softcap at the least.
         low_rank: (x, b), [..., r] like hidden and [V, r] like weight, in their dtype: logits then
             have ``h . w + x . b`` in place of ``h . w``, as with LoRA on the output layer, whose A
             and scaling make x of hidden, and whose B is b. Where weight needs no gradient, that of

@@ -200,8 +200,8 @@ def reference_linear_divergence(
         value = beta * _expected(q, log_q - log_m) + (1 - beta) * _expected(p, log_p - log_m)
     else:
         value = (p - q).clamp_min(0.0).sum(-1)
-    same_best = (logits.argmax(-1) == teacher_logits.argmax(-1)) & counted
     overlap = torch.minimum(p, q).sum(-1)
+    same_best = (logits.argmax(-1) == teacher_logits.argmax(-1)) & counted & ~overlap.isnan()
 
     token_weight = torch.ones_like(value) if token_weight is None else token_weight.to(value.dtype)
     loss, token_weight = (x.where(counted, 0.0) for x in (value * token_weight, token_weight))

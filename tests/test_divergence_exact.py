@@ -10,15 +10,18 @@ from torch import Tensor
 
 from flce_dist.testing import relative_rms
 from tests.divergence_problem import (
+    METRICS,
     Pair,
     V,
     check,
     compare,
     each_kind,
+    of_ranks,
     problem,
     run_op,
     run_reference,
 )
+from tests.outcomes import Outcome
 from tests.problems import IGNORE, both, each_dtype, everywhere
 
 
@@ -143,3 +146,54 @@ def test_models_that_nearly_agree(impl: str, kind: str) -> None:
     truth = run_reference(given.to(torch.float64))["loss"]
     eager = relative_rms(run_reference(given)["loss"], truth)
     assert relative_rms(run_op(given, impl)["loss"], truth) <= 2 * eager < 1e-2
+
+
+def without_a_distribution() -> dict[str, tuple[str, float]]:
+    """By name the operand of a token that gets a number, and the number."""
+    return {
+        f"{model} {what}": (f"{operand}{of}", number)
+        for model, operand in (("student", ""), ("teacher", "teacher_"))
+        for what, of, number in (
+            ("all banned", "bias", -torch.inf),
+            ("NaN", "hidden", torch.nan),
+            ("inf", "hidden", torch.inf),
+        )
+    }
+
+
+@each_kind
+@both
+@pytest.mark.usefixtures("one_launch_at_a_time")
+@pytest.mark.parametrize("P", [1, 2])
+@pytest.mark.parametrize("name", without_a_distribution())
+def test_tokens_of_which_a_model_has_no_distribution(
+    impl: str, kind: str, P: int, name: str
+) -> None:
+    """No divergence is 0 then, and nothing overlaps; tokens beside them keep their bits."""
+    right = problem(kind=kind, reduction="none", tokens=(6,), ignored=0.0)
+    operand, number = without_a_distribution()[name]
+    broken = getattr(right, operand).clone()
+    tokens = slice(None)
+    if operand.endswith("bias"):
+        broken[:] = number
+    else:
+        broken[2, 5] = number
+        tokens = slice(2, 3)
+    damaged = replace(right, **{operand: broken})
+
+    def found(given: Pair) -> Outcome:
+        if P == 1:
+            return run_op(given, impl, with_metrics=True, tp_invariant=impl == "triton")
+        ranks = of_ranks(given, P, impl, with_metrics=True)
+        assert all(torch.equal(ranks[0][x].isnan(), ranks[1][x].isnan()) for x in METRICS)
+        return ranks[0]
+
+    results, before = found(damaged), found(right)
+    truth = run_reference(damaged.to(torch.float64))
+    others = [t for t in range(6) if t not in range(6)[tokens]]
+    for result in ("loss", *METRICS):
+        assert torch.equal(results[result][others], before[result][others]), result
+        assert torch.equal(results[result].isnan(), truth[result].isnan()), result
+    assert results["loss"][tokens].isnan().all() and results["overlap"][tokens].isnan().all()
+    assert not results["correct"][tokens].any() and not truth["correct"][tokens].any()
+    assert results["dhidden"][others].isfinite().all()

@@ -47,7 +47,8 @@ class BestIds(NamedTuple):
     """The best ids of each token, the same bits on every rank of the group; without gradients.
 
     Tensors are fp32 (fp64 for fp64 hidden). A token whose logits are not finite numbers has NaN,
-    and -1 as ids and rank; an ignored one 0, and -1.
+    and -1 as ids and rank; an ignored one 0, and -1. Where a bias of -inf bans all ids lse is -inf,
+    ids are -1 with logprob -inf, and label_logprob is NaN.
     """
 
     ids: Tensor | None  # [..., k] int64, the most likely first, -1 where there is none; if k given

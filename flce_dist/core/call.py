@@ -119,6 +119,7 @@ class LossWithMetrics(NamedTuple):
     """The loss, and metrics of each token (labels' shape) from the same pass over the logits.
 
     Values are the same on every rank of the tensor-parallel group; 0 and False for ignored tokens.
+    Where a bias of -inf bans all ids lse is -inf, and loss, logprob and entropy are NaN.
     """
 
     loss: Tensor  # fp32 (fp64 for fp64 inputs), scalar or labels' shape by reduction

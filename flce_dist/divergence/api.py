@@ -27,7 +27,9 @@ _MOST_BETA = math.nextafter(1.0, 0.0)
 class DivergenceWithMetrics(NamedTuple):
     """The loss, and metrics of each token, without gradients, from the same pass.
 
-    The same bits on every rank of the group; 0 and False for ignored tokens.
+    The same bits on every rank of the group; 0 and False for ignored tokens. Where a model bans all
+    ids by a bias of -inf, or has a logit that is NaN or inf, loss and overlap are NaN, as its
+    entropy is, and same_best is False.
     """
 
     loss: Tensor  # as of linear_divergence

@@ -199,7 +199,7 @@ class Pair:
         n = measure.sums
         if options.with_metrics:
             of_shards = sums[:, n : n + 3].sum(0)
-            self.metrics.append(formulas.metrics_of(of_shards, sums[:, n + 3 :], self.dtype))
+            self.metrics.append(formulas.metrics_of(stats, of_shards, sums[:, n + 3 :]))
         if measure.takes_one_pass and not options.tp_invariant:  # metrics change no value
             return stats
         return formulas.stats_of_sums(stats, sums[:, :n].sum(0), measure)

@@ -38,6 +38,8 @@ class TokenScores(NamedTuple):
     """Scores of each token, fp32 (fp64 for fp64 hidden), the same bits on every rank of the group.
 
     Each is differentiable, also together. 0 for a token without ids, and logprob 0 at padding.
+    Where a bias of -inf bans all ids that ``over`` names, lse is -inf, the others and the gradients
+    of the token are NaN, as in PyTorch.
     """
 
     logprob: Tensor  # ids' shape: log-probability of each id

@@ -15,7 +15,8 @@ teacher_log_total``: a constant in either's logits costs no accuracy, and equal 
     tv          sum of p - q where p > q                      p ([p > q] - centre),
                                                                   centre = sum of p where p > q
 
-The gradient of a token sums to 0. Terms of probability 0 are 0, whatever their logarithm is.
+The gradient of a token sums to 0. Terms of probability 0 are 0, whatever their logarithm is. The
+value is NaN where a model has no distribution: all its logits are -inf, or one is NaN or inf.
 
 The two Kullback-Leibler divergences follow from one pass over the logits: with the model whose
 probabilities weigh as the first, ``sum p1 (z1 - z2) - (lse1 - lse2)``. The others need both lse
@@ -112,6 +113,8 @@ def stats_of_sums(stats: PairStats, sums: Tensor, measure: Measure) -> PairStats
     centre = sums[-1]
     if measure.kind == "jsd":
         value = measure.beta * value + (1 - measure.beta) * centre
+    elif measure.kind == "tv":
+        value = value + _undefined(stats)
     dtype = stats.top.dtype
     return stats._replace(value=value.clamp_min(0.0).to(dtype), centre=centre.to(dtype))
 
@@ -124,15 +127,21 @@ def largest_probability(stats: PairStats, measure: Measure) -> Tensor:
     return (-log_total).exp()
 
 
-def metrics_of(sums: Tensor, best: Tensor, dtype: torch.dtype) -> PairMetrics:
+def metrics_of(stats: PairStats, sums: Tensor, best: Tensor) -> PairMetrics:
     """Return metrics from sums [3, T] over all ranks, and each rank's best ids [P, 4, T].
 
     The sums are both entropies and the total variation; best has the student's largest logit and
     its id, then the teacher's.
     """
     own, theirs = (_best_id(*best[:, rows].unbind(1)) for rows in (slice(0, 2), slice(2, 4)))
-    entropy, teacher_entropy, variation = sums.to(dtype)
-    return PairMetrics(entropy, teacher_entropy, own == theirs, 1 - variation)
+    entropy, teacher_entropy, variation = sums.to(stats.top.dtype)
+    overlap = 1 - variation + _undefined(stats)
+    return PairMetrics(entropy, teacher_entropy, (own == theirs) & ~overlap.isnan(), overlap)
+
+
+def _undefined(stats: PairStats) -> Tensor:
+    """Return 0, but NaN where a model has no distribution, which ``p > q`` does not show."""
+    return stats.shift - stats.shift
 
 
 def _best_id(largest: Tensor, ids: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.ids.token_ids import IdEntries, TokenIds, are_first
+from flce_dist.kernels.logits.eager import finite
 from flce_dist.kernels.rows.formulas import FAR, TokenStats, softcap_grad
 
 
@@ -29,6 +30,7 @@ def set_scores(
     if unnamed is not None:  # without any, largest may lie far below their reference
         of_unnamed = unnamed.reference.where(unnamed.others != 0, largest)
         reference = torch.maximum(largest, of_unnamed)
+    reference = finite(reference)
     e_top = (largest - reference).exp()
     x = z - reference[token]
     e = x.exp().where(first, 0.0)

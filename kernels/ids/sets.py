@@ -6,7 +6,8 @@ With r the largest logit of the set, and S the sum of ``exp(z_n - r)`` over the 
 entry, ``logprob_n = z_n - r - log1p(S)``: no cancellation where one id has nearly all.
 
 Over the vocabulary S contains U, the sum over the ids that are not named, and ``other`` is the log
-of ``U / (1 + S)``. r is the reference of U if that is larger (``rescue.py``).
+of ``U / (1 + S)``. r is the reference of U if that is larger (``rescue.py``). If all ids are banned
+r is 0 and the top entry's exponential is 0, not 1: then lse is -inf, all else NaN.
 """
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from flce_dist.kernels.ids.token_ids import TokenIds
 from flce_dist.kernels.logits.named_columns import first_entry
-from flce_dist.kernels.primitives import FAR, exp, log1p, softcap_slope, times_exponent
+from flce_dist.kernels.primitives import FAR, exp, finite, log1p, softcap_slope, times_exponent
 from flce_dist.kernels.rows.formulas import TokenStats
 
 _BLOCK_N = 128  # entries of one step
@@ -55,8 +56,7 @@ def _statistics(z_ptr, ids_ptr, begin, end, BLOCK_N: tl.constexpr):
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         _, in_set = _entries(ids_ptr, n, begin, end)
-        z = tl.load(z_ptr + n, mask=in_set, other=0.0)
-        x = tl.where(z == -float("inf"), z, z - reference)  # not NaN if all are banned
+        x = tl.load(z_ptr + n, mask=in_set, other=0.0) - finite(reference)
         is_other = in_set & (n != top)
         e = tl.where(is_other, exp(x), 0.0)
         others += tl.sum(e, axis=0)
@@ -68,12 +68,13 @@ def _statistics(z_ptr, ids_ptr, begin, end, BLOCK_N: tl.constexpr):
 def _with_rest(reference_ptr, others_ptr, weighted_ptr, t, top_logit, others, weighted):
     """Return r, S, the top entry's exponential, the sum of ``exp(x) x``, U and log U."""
     if others_ptr is None:
-        return top_logit, others, 1.0, weighted, 0.0, 0.0
+        reference = finite(top_logit)
+        return reference, others, exp(top_logit - reference), weighted, 0.0, 0.0
     else:
         rest = tl.load(others_ptr + t)
         # Without any U, top_logit may lie far below its reference.
         given = tl.where(rest == 0.0, top_logit, tl.load(reference_ptr + t))
-        reference = tl.maximum(given, top_logit)
+        reference = finite(tl.maximum(given, top_logit))
         above = top_logit - reference
         change = given - reference
         e_top = exp(above)
