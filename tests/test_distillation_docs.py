@@ -36,14 +36,21 @@ def test_the_function() -> None:
 
 
 def test_a_teacher_is_cut_anew() -> None:
-    whole = torch.randn(V + 10, 3)
+    whole, weight = torch.randn(V + 10, 3), torch.randn(V, 5)
+    hidden, teacher_hidden = torch.randn(8, 5), torch.randn(8, 3)
 
-    def one(group: Any) -> torch.Tensor:
+    def one(group: Any) -> dict[str, Any]:
         start, end = vocab_range(V + 10, group.rank(), 2)
         names = {"teacher_weight": whole[start:end], "vocab_size": V, "rank": group.rank()}
-        return block("vocab_range(vocab_size", **names, P=2, group=group)["teacher_weight"]
+        names |= {"weight": weight[slice(*vocab_range(V, group.rank(), 2))]}
+        names |= {"hidden": hidden, "teacher_hidden": teacher_hidden}
+        return block("vocab_range(vocab_size", **names, P=2, group=group)
 
-    assert torch.equal(torch.cat(run_ranks(one, 2)), whole[:V])
+    found = run_ranks(one, 2)
+    assert torch.equal(torch.cat([x["teacher_weight"] for x in found]), whole[:V])
+    operands = (x.double() for x in (hidden, weight, teacher_hidden, whole[:V]))
+    expected = reference_linear_divergence(*operands)[0]
+    assert all(relative_rms(x["loss"], expected) <= 1e-4 for x in found)
 
 
 class Model(torch.nn.Module):

@@ -103,20 +103,27 @@ def test_ratio_over_the_vocabulary() -> None:
     check(lambda h, w: grpo(h, w, sampled, old, advantage, 0.7, 0.01), dense)
 
 
-def test_distillation_of_a_top_k_with_the_rest() -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_distillation_of_a_top_k_with_the_rest(padded: bool) -> None:
+    """Padding is that of ``linear_top_k``: after a nucleus, and where a token has no ids."""
     g = torch.Generator().manual_seed(4)
     of_teacher = torch.randn(T, V, generator=g, dtype=torch.float64).log_softmax(-1)
     teacher, ids = of_teacher.topk(K)
+    kept = torch.ones(T, K, dtype=torch.bool)
+    if padded:
+        kept[0], kept[1, 1:] = False, False
 
     def dense(hidden: Tensor, weight: Tensor) -> Tensor:
         p, named = (hidden @ weight.T).softmax(-1), torch.zeros(T, V, dtype=torch.bool)
-        named.scatter_(1, ids, True)
+        named.scatter_(1, ids, kept)
         rest, q = of_teacher.exp().where(~named, 0.0).sum(-1), p.where(~named, 0.0).sum(-1)
-        each = (teacher.exp() * (teacher - p.gather(1, ids).log())).sum(-1)
-        return (each + rest * (rest.log() - q.log())).mean()
+        each = teacher.exp() * (teacher - p.gather(1, ids).log())
+        each = each.where(kept, 0.0).sum(-1) + rest * (rest.log() - q.log())
+        return each.where(kept[:, 0], 0.0).mean()
 
     kl = recipe("top_k_kl")
-    check(lambda h, w: kl(h, w, ids, teacher), dense)
+    found, at = ids.where(kept, -1), teacher.where(kept, -torch.inf)
+    check(lambda h, w: kl(h, w, found, at), dense)
 
 
 @pytest.mark.parametrize("top_p", [None, 0.3])
