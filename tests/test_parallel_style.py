@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import re
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from flce_dist import LinearCrossEntropy
 from flce_dist.parallel_style import LinearCrossEntropyParallel
 from flce_dist.testing import relative_rms
 from tests.on_ranks import on_ranks
+from tests.processes import ROOT
 
 B, S, H, VOCAB = 2, 8, 16, 37  # uneven shards
 BUDGET = 1e-5  # relative RMS in fp32
@@ -185,6 +187,36 @@ def load_rank(group: dist.ProcessGroup, shape: tuple[int, ...], path: Any) -> Te
     moments = optimizer.state[model.lm_head.weight]["exp_avg"]
     assert isinstance(moments, DTensor) and moments.shape == (VOCAB, H)
     return torch.stack([step(model, optimizer, seed) for seed in (2, 3)])
+
+
+def page() -> dict[str, Any]:
+    """Return the functions of the page's last block."""
+    text = (ROOT / "docs" / "parallel_style.md").read_text()
+    names: dict[str, Any] = {}
+    exec(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)[-1], names)
+    return names
+
+
+def page_rank(group: dist.ProcessGroup, dp: int, folder: Any, seeds: tuple[int, ...]) -> Tensor:
+    """Train on ``dp`` x the other ranks, from the checkpoint or else to it; return the losses."""
+    of_page = page()
+    model = made()
+    of_page["parallelize"](model, dp, group.size() // dp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if 0 not in seeds:
+        of_page["load"](model, optimizer, folder)
+    losses = [step(model, optimizer, seed) for seed in seeds]
+    if 0 in seeds:
+        of_page["save"](model, optimizer, folder)
+    return torch.stack(losses)
+
+
+def test_the_page_with_fsdp_and_checkpoints(pools, tmp_path):
+    expected = expected_losses()
+    for dp, seeds in ((2, (0, 1)), (1, (2, 3))):
+        found = pools[4].run(page_rank, dp, tmp_path / "checkpoint", seeds)
+        assert all(torch.equal(found[0], x) for x in found)
+        assert relative_rms(found[0], expected[list(seeds)]) < BUDGET
 
 
 MESHES = [((2,), (4,)), ((2, 2), (2,)), ((4,), (2, 2)), ((2, 1), (1, 2))]
