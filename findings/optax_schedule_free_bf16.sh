@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# optax 0.2.8: contrib.schedule_free averages iterates, and sums their weights for this. That sum has
+# optax 0.2.8: contrib.schedule_free averages iterates, and sums their weights for it. The sum has
 # the smallest type of all parameters. In bf16 it stops growing after 256 steps: the average of all
 # steps, which is to replace a decaying learning rate, becomes one of the last 256, and its noise no
 # longer falls. One bf16 parameter is enough, also one that has no gradient: it takes the average
