@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import torch_private
 from flce_dist.launch.program import RunError
 from flce_dist.launch.yaml_config import require
+from flce_dist.torch_private.groups import store_of
 
 Result = TypeVar("Result")
 Group = dist.ProcessGroup | None
@@ -71,7 +71,7 @@ def failures(own: str | None, group: Group) -> list[str | None]:
     """
     if group is None:
         return [own]
-    store = torch_private.store_of(group)
+    store = store_of(group)
     rank = group.rank()
     exchange = next(_exchanges)
     keys = [f"flce_dist/launch/{exchange}/{other}" for other in range(group.size())]

@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from flce_dist import torch_private
 from flce_dist.arguments.check_tensors import check_group
 from flce_dist.arguments.options import LossOptions
 from flce_dist.arguments.passed import Arguments
 from flce_dist.arguments.ways_out import IN_FORWARD_OF_FSDP
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
+from flce_dist.torch_private.dtensors import async_tensors, fsdp_sharding
+from flce_dist.torch_private.modes import FakeTensor
 
 _OF_ROWS = (
     "pass the ranks that share its rows as tp_group, for example weight.device_mesh.get_group() if "
@@ -40,7 +41,7 @@ _OF_FSDP = (  # the ranks of whose mesh are no tp_group
     f"tp_group, or {IN_FORWARD_OF_FSDP}"
 )
 
-_ASYNC = torch_private.async_tensors()
+_ASYNC = async_tensors()
 
 
 def localized(arguments: Arguments) -> Arguments:
@@ -84,7 +85,7 @@ def _local_tensors(arguments: Arguments) -> Arguments:
     def of_rows(x: DTensor) -> str:
         if options.data_parallel:
             return _OF_DATA_ROWS
-        return _OF_FSDP if torch_private.fsdp_sharding(x) else _OF_ROWS
+        return _OF_FSDP if fsdp_sharding(x) else _OF_ROWS
 
     def rows_of(name: str, x: Any) -> Any:
         x = gathered(x, hidden, tp_group)
@@ -184,7 +185,7 @@ def check_holds_data(name: str, x: Any) -> None:
 
     Beside real tensors its mode may let a result be memory that nothing has been written to.
     """
-    if isinstance(x, torch_private.FakeTensor) and not torch.compiler.is_compiling():
+    if isinstance(x, FakeTensor) and not torch.compiler.is_compiling():
         raise ValueError(
             f"{name} must hold data, got a FakeTensor: pass a tensor made outside FakeTensorMode"
         )
@@ -217,7 +218,7 @@ def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
     dim = _dimension(mesh, tp_group)
     rank = 0 if dim is None else collectives.group_rank(tp_group)
     P = 1 if dim is None else mesh.size(dim)
-    sharding = torch_private.fsdp_sharding(x) if dim is None or mesh.ndim > 1 else None
+    sharding = fsdp_sharding(x) if dim is None or mesh.ndim > 1 else None
     if sharding is None:
         return x
     data_mesh, divisor = sharding

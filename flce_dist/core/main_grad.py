@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flce_dist import torch_private
 from flce_dist.arguments.check_tensors import check_tensor
 from flce_dist.core.call import Accumulator, Call
+from flce_dist.torch_private.engine import backward_id
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class MainGrad:
             return Accumulator(main_grad, True)
         # Of several uses in one backward only the first overwrites. A reentrant checkpoint runs a
         # backward of its own, in which the first use overwrites as well.
-        task = torch_private.backward_id()
+        task = backward_id()
         before = getattr(weight, "_main_grad_written_in", None)
         weight._main_grad_written_in = task
         return Accumulator(main_grad, task == before)

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from flce_dist import torch_private
 from flce_dist.arguments import values
 from flce_dist.arguments.options import LossOptions
 from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved, registered
@@ -27,6 +26,7 @@ from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, rows_of
 from flce_dist.kernels.rows.formulas import TokenStats, root_of_large
 from flce_dist.parallel import collectives
 from flce_dist.schedules.windows import Windows, WindowsSaved, closed
+from flce_dist.torch_private.compiling import constant_in_graphs
 
 
 class FilteredSaved(NamedTuple):
@@ -77,7 +77,7 @@ def schedule(eps: float) -> "Filter":
     return unsized
 
 
-@torch_private.constant_in_graphs  # traced, it would not be registered in time
+@constant_in_graphs  # traced, it would not be registered in time
 def _register(eps: float, name: str) -> None:
     registered(Filter(eps, name))
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 from typing_extensions import Unpack
 
-from flce_dist import torch_private
 from flce_dist.arguments import values
 from flce_dist.arguments.check_tensors import FLOATS, check_tensor
 from flce_dist.arguments.decided_once import checked_options
@@ -32,6 +31,7 @@ from flce_dist.scores.ids import check_ids, ids_in_order
 from flce_dist.scores.in_forward import OverVocabularyInForward
 from flce_dist.scores.over_ids import OverIds
 from flce_dist.scores.over_vocabulary import OverVocabulary
+from flce_dist.torch_private.compiling import outside_graphs
 
 
 class TokenScores(NamedTuple):
@@ -125,7 +125,7 @@ def linear_logprob(
         check_tensor("hidden", hidden, FLOATS)
     stand_in = torch.empty((), dtype=torch.int64, device=hidden.device)
     arguments = Arguments(hidden, weight, stand_in, bias, None, temperature, checked, tp_group)
-    scored = torch_private.outside_graphs(_scored, "linear_logprob")
+    scored = outside_graphs(_scored, "linear_logprob")
     return scored(arguments, ids, offsets, over)
 
 

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import torch_private
 from flce_dist.arguments import values
 from flce_dist.testing.forked_ranks import RankFailed, RankPool, checked_timeout, unfinished
+from flce_dist.torch_private.groups import threaded_group, threaded_world
 
 Result = TypeVar("Result")
 
@@ -29,7 +29,7 @@ _BACKEND = "flce_threads"
 _ALLREDUCE = dist.AllreduceOptions()
 _BROADCAST = dist.BroadcastOptions()
 _REDUCE_SCATTER = dist.ReduceScatterOptions()
-_Group: Any = torch_private.threaded_group()
+_Group: Any = threaded_group()
 _one_world = threading.Lock()  # the threads' world replaces torch's, which is global
 _this_rank = threading.local()  # .meeting: the one of this thread's world
 
@@ -180,7 +180,7 @@ def _run_threads(fn: Callable[[Any], Result], world_size: int, timeout_s: float)
             errors.append((rank, error))
         meeting.leave(rank, how)
 
-    with _one_world, torch_private.threaded_world(ThreadedGroup):
+    with _one_world, threaded_world(ThreadedGroup):
         excepthook = sys.excepthook  # each init_process_group wraps it once more
         try:
             threads = [
