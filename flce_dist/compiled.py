@@ -23,16 +23,8 @@ from flce_dist.arguments.passed import Arguments
 from flce_dist.arguments.prepare import counted_operands, prepare
 from flce_dist.arguments.rank_check import check_alike
 from flce_dist.core.autograd import check_not_resharded, run_backward, run_forward
-from flce_dist.core.call import (
-    Call,
-    Compilable,
-    LossWithMetrics,
-    Needs,
-    Operands,
-    Results,
-    Upstream,
-    schedule_named,
-)
+from flce_dist.core.call import Call, Needs, Operands, Upstream
+from flce_dist.core.interface import Compilable, LossWithMetrics, Results, schedule_named
 from flce_dist.torch_private.compiling import keep_order
 from flce_dist.torch_private.groups import group_named
 

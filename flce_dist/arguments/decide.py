@@ -13,7 +13,8 @@ from flce_dist.arguments.check_options import (
     known_shards,
 )
 from flce_dist.arguments.passed import Arguments, check_passed
-from flce_dist.core.call import Call, Compilable, Needs, Schedule
+from flce_dist.core.call import Call, Needs
+from flce_dist.core.interface import Compilable, Schedule
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import largest_shard, real_rows

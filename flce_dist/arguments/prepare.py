@@ -10,7 +10,8 @@ from flce_dist.arguments.decide import new_call
 from flce_dist.arguments.decided_once import calls, facts_of
 from flce_dist.arguments.options import LossOptions
 from flce_dist.arguments.passed import Arguments
-from flce_dist.core.call import Call, Needs, Operands, Schedule, as_stored
+from flce_dist.core.call import Call, Needs, Operands, as_stored
+from flce_dist.core.interface import Schedule
 from flce_dist.kernels.rows.counted_tokens import counted_tokens
 from flce_dist.parallel import collectives
 from flce_dist.torch_private.devices import assert_soon

@@ -9,17 +9,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flce_dist.arguments.ways_out import IN_FORWARD_OF_FSDP
-from flce_dist.core.call import (
-    Backward,
-    Call,
-    Operands,
-    Outputs,
-    Results,
-    Saved,
-    Upstream,
-    as_stored,
-)
+from flce_dist.core.call import Call, Operands, Upstream, as_stored
 from flce_dist.core.gradients import new_dweight
+from flce_dist.core.interface import Backward, Outputs, Results, Saved
 from flce_dist.core.main_grad import MainGrad, captured
 from flce_dist.torch_private.engine import is_batched, is_returned, is_wanted, keeps_graph
 from flce_dist.torch_private.modes import FakeTensor, is_jit_tracing, recorder, transforms

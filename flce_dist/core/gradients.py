@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flce_dist.core.call import Accumulator, Backward, Call, Operands, Results
+from flce_dist.core.call import Call, Operands
 from flce_dist.core.dlogits import Chunk, dlogits, product_of, split_columns
 from flce_dist.core.hidden_gradient import ChunkOfHidden, HiddenGradient
+from flce_dist.core.interface import Accumulator, Backward, Results
 from flce_dist.core.sections import Section
 from flce_dist.kernels import gemm
 from flce_dist.kernels.logits.operands import part_of, rows_of

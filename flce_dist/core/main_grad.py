@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flce_dist.arguments.check_tensors import check_tensor
-from flce_dist.core.call import Accumulator, Call
+from flce_dist.core.call import Call
+from flce_dist.core.interface import Accumulator
 from flce_dist.torch_private.engine import backward_id
 
 

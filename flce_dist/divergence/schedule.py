@@ -13,9 +13,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved, gathered_logits
+from flce_dist.core.call import Call, Operands, gathered_logits
 from flce_dist.core.dlogits import Chunk
 from flce_dist.core.gradients import Gradients, new_dweight
+from flce_dist.core.interface import Backward, Outputs, Results, Saved
 from flce_dist.core.sections import (
     Section,
     in_order_of_sections,

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from flce_dist.arguments import values
 from flce_dist.arguments.options import LossOptions
-from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved, registered
+from flce_dist.core.call import Call, Operands
 from flce_dist.core.dlogits import Chunk
 from flce_dist.core.gradients import Gradients, dweight_factor, row_gradient
+from flce_dist.core.interface import Backward, Outputs, Results, Saved, registered
 from flce_dist.core.statistics import Pass, finished
 from flce_dist.kernels import gemm
 from flce_dist.kernels.filtered import eager
