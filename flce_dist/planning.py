@@ -26,8 +26,8 @@ from flce_dist.arguments.options import CallOptions, LossOptions, keywords_of
 from flce_dist.arguments.passed import Arguments, dtype_in_autocast
 from flce_dist.core.call import Needs
 from flce_dist.parallel import collectives
-from flce_dist.schedules.choose import Plan
 from flce_dist.schedules.costs import Shapes, chunk_sizes, gemms, total_bytes
+from flce_dist.schedules.fit import Plan
 from flce_dist.schedules.in_forward import InForward
 from flce_dist.schedules.windows import Windows
 

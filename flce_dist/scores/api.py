@@ -25,7 +25,7 @@ from flce_dist.arguments.prepare import prepare
 from flce_dist.arguments.rank_check import check_alike, refusals_told, told_if_unbound
 from flce_dist.core.autograd import differentiable, refuse_tracing
 from flce_dist.core.interface import Schedule
-from flce_dist.schedules.choose import Plan
+from flce_dist.schedules.fit import Plan
 from flce_dist.schedules.in_forward import InForward
 from flce_dist.scores.ids import check_ids, ids_in_order
 from flce_dist.scores.in_forward import OverVocabularyInForward
