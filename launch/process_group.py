@@ -74,14 +74,14 @@ def failures(own: str | None, group: Group) -> list[str | None]:
     store = store_of(group)
     rank = group.rank()
     exchange = next(_exchanges)
-    keys = [f"flce_dist/launch/{exchange}/{other}" for other in range(group.size())]
+    keys = [f"flce_dist/launch/{exchange}/{peer}" for peer in range(group.size())]
     store.set(keys[rank], own or "")
     try:
         store.wait(keys, timedelta(seconds=OTHERS_S) if own else TIMEOUT)
     except RuntimeError as error:  # DistStoreError
         if own is None:
             raise
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
         raise RunError(f"rank {rank}: {own}; ranks {missing} are left in a collective") from error
     return [store.get(key).decode() or None for key in keys]
 

@@ -202,7 +202,7 @@ def computing_on(x: Tensor) -> AbstractContextManager[Any]:
     current = torch.cuda.current_device() if x.is_cuda else -1
     if x.get_device() == current and not torch.is_autocast_enabled(x.device.type):
         return _UNCHANGED
-    both = ExitStack()
-    both.enter_context(torch.cuda.device_of(x))
-    both.enter_context(torch.autocast(x.device.type, enabled=False))
-    return both
+    contexts = ExitStack()
+    contexts.enter_context(torch.cuda.device_of(x))
+    contexts.enter_context(torch.autocast(x.device.type, enabled=False))
+    return contexts

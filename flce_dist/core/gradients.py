@@ -20,7 +20,7 @@ from flce_dist.parallel.counted import at_places
 def new_dweight(weight: Tensor, dtype: torch.dtype) -> Accumulator:
     """Return a dweight [V, H] without values, contiguous whatever ``weight`` is."""
     out = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
-    return Accumulator(out, False)
+    return Accumulator(out, adds=False)
 
 
 def row_gradient(

@@ -99,8 +99,8 @@ def memories_of(group: dist.ProcessGroup, device: torch.device) -> PeerMemories 
     owner, memories = _memories.get(key, (None, None))
     if owner is not group:  # unknown, or destroyed and its name used again
         refuse_capture(
-            torch.cuda.is_current_stream_capturing(),
             "the first call of a group under sequence parallelism",
+            capturing=torch.cuda.is_current_stream_capturing(),
         )
         _forget_destroyed()
         memories = None

@@ -216,9 +216,9 @@ def _check(status: int, function: Any, arguments: Any) -> None:
         raise RuntimeError(f"{function.__name__} of the CUDA driver: {error}")
 
 
-def refuse_capture(capturing: bool, what: str) -> None:
+def refuse_capture(action: str, *, capturing: bool) -> None:
     if capturing:
         raise RuntimeError(
-            f"{what}: not possible while a CUDA graph is captured; "
+            f"{action}: not possible while a CUDA graph is captured; "
             "run the same call once before the capture"
         )
