@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from flce_dist.arguments.dtensor import from_local, ranks_of
+from flce_dist.arguments.meshes import from_local, ranks_of
 from flce_dist.torch_private.dtensors import place_of
 
 

@@ -2,21 +2,21 @@
 
 The op and its collectives work on plain tensors. A DTensor argument is replaced by this rank's
 local tensor if its placements are those that the op expects; otherwise it is refused. Through
-``DTensor.to_local`` gradients get the mesh and placements of their operand. A parameter that FSDP2
-has sharded is gathered from its data ranks, over which its gradient is averaged.
+``DTensor.to_local`` gradients get the mesh and placements of their operand. What FSDP2 has sharded
+is gathered first (``fsdp``).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from flce_dist.arguments.check_tensors import check_group
+from flce_dist.arguments.fsdp import gathered
+from flce_dist.arguments.meshes import dimension_of, ranks_of
 from flce_dist.arguments.options import LossOptions
 from flce_dist.arguments.passed import Arguments
 from flce_dist.arguments.ways_out import IN_FORWARD_OF_FSDP
@@ -64,7 +64,7 @@ def _with_dimension_of_hidden(arguments: Arguments) -> Arguments:
     options = arguments.options
     if not (options.sequence_parallel and isinstance(hidden, DTensor) and hidden.dim() > 2):
         return arguments
-    dim = _dimension(hidden.device_mesh, arguments.tp_group)
+    dim = dimension_of(hidden.device_mesh, arguments.tp_group)
     if dim is None or hidden.placements[dim] != Shard(1):
         return arguments
     return arguments._replace(options=replace(options, sequence_dim=1))
@@ -152,7 +152,7 @@ def local_of(
     check_holds_data(name, x)
     if isinstance(x, DTensor):
         mesh = x.device_mesh
-        dim = _dimension(mesh, tp_group)
+        dim = dimension_of(mesh, tp_group)
         anywhere = expected.is_replicate() and gradient is None
         fits = dim is not None or anywhere or collectives.group_size(tp_group) == 1
         if not (fits and _is_placed(x, expected, dim)) or mesh.get_coordinate() is None:
@@ -191,55 +191,6 @@ def check_holds_data(name: str, x: Any) -> None:
         )
 
 
-def _dimension(mesh: DeviceMesh, tp_group: dist.ProcessGroup | None) -> int | None:
-    """Return the dimension of ``mesh`` whose ranks are those of ``tp_group``, in the same order."""
-    coordinate = mesh.get_coordinate()
-    if tp_group is None or coordinate is None:
-        return None
-    for d in range(mesh.ndim):
-        same_ranks = ranks_of(mesh.get_group(d)) == ranks_of(tp_group)
-        if same_ranks and coordinate[d] == dist.get_rank(tp_group):
-            return d
-    return None
-
-
-def ranks_of(tp_group: dist.ProcessGroup) -> list[int]:
-    return dist.get_process_group_ranks(tp_group)
-
-
-def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
-    """Return ``x``; if FSDP2 has sharded it, this rank's rows over ``tp_group`` in hidden's dtype.
-
-    One all-gather. Backward sums in the dtype of ``x``, then divides as FSDP2 does.
-    """
-    if not (isinstance(x, DTensor) and isinstance(hidden, Tensor) and x.device == hidden.device):
-        return x
-    mesh = x.device_mesh
-    dim = _dimension(mesh, tp_group)
-    rank = 0 if dim is None else collectives.group_rank(tp_group)
-    P = 1 if dim is None else mesh.size(dim)
-    sharding = fsdp_sharding(x) if dim is None or mesh.ndim > 1 else None
-    if sharding is None:
-        return x
-    data_mesh, divisor = sharding
-    if data_mesh.size() * P != mesh.size():  # other ranks than tp_group's share its rows, too
-        return x
-    start, end = vocab_range(x.shape[0], rank, P)
-    device_type = hidden.device.type
-    dtype = hidden.dtype
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-    local = x.to_local()
-    if local.requires_grad:
-        local.register_hook(lambda dx: dx / divisor)
-    # Without the last dimension, tensor parallelism: torch 2.9 redistributes _StridedShard wrongly.
-    over_data: Any = x.placements[: data_mesh.ndim]
-    of_data = [p if p.is_replicate() else Shard(p.dim) for p in over_data]
-    part = from_local(local, data_mesh, of_data, (end - start, *x.shape[1:]), x.stride())
-    whole = part.redistribute(placements=[Replicate()] * data_mesh.ndim, forward_dtype=dtype)
-    return whole.to_local(grad_placements=[Partial()] * data_mesh.ndim)
-
-
 class _Waited(torch.autograd.Function):
     """Make the current stream wait for the collective that produces ``x``.
 
@@ -254,10 +205,3 @@ class _Waited(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dx):
         return dx
-
-
-def from_local(
-    local: Tensor, mesh: DeviceMesh, placements: Any, shape: Iterable[int], stride: Any
-) -> DTensor:
-    size = torch.Size(shape)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
