@@ -27,7 +27,8 @@ from flce_dist.arguments.passed import (
 from flce_dist.arguments.prepare import counted_operands, prepare
 from flce_dist.arguments.rank_check import check_alike, refusals_told, told_if_unbound
 from flce_dist.core.autograd import differentiable, refuse_tracing
-from flce_dist.core.call import Call, LossWithMetrics, Operands
+from flce_dist.core.call import Call, Operands
+from flce_dist.core.interface import LossWithMetrics
 
 
 @told_if_unbound

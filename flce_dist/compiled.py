@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flce_dist import torch_private
 from flce_dist.arguments.check_options import check_compiled
 from flce_dist.arguments.options import (
     Impl,
@@ -24,16 +23,10 @@ from flce_dist.arguments.passed import Arguments
 from flce_dist.arguments.prepare import counted_operands, prepare
 from flce_dist.arguments.rank_check import check_alike
 from flce_dist.core.autograd import check_not_resharded, run_backward, run_forward
-from flce_dist.core.call import (
-    Call,
-    Compilable,
-    LossWithMetrics,
-    Needs,
-    Operands,
-    Results,
-    Upstream,
-    schedule_named,
-)
+from flce_dist.core.call import Call, Needs, Operands, Upstream
+from flce_dist.core.interface import Compilable, LossWithMetrics, Results, schedule_named
+from flce_dist.torch_private.compiling import keep_order
+from flce_dist.torch_private.groups import group_named
 
 _OPERANDS = (
     "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? token_weight, "
@@ -143,7 +136,7 @@ def _number_of_metrics(options: LossOptions) -> int:
 
 def _prepare(tensors: _Tensors, spec: _Spec) -> tuple[Call, Operands]:
     *of_call, last_columns = tensors
-    group = None if spec.group_name is None else torch_private.group_named(spec.group_name)
+    group = None if spec.group_name is None else group_named(spec.group_name)
     arguments: Any = (*of_call, spec.options, group)
     # Symbolic sizes cannot tell whether dweight's memory is large enough for in_forward.
     return prepare(Arguments(*arguments), spec.needs, is_compiled=True, last_columns=last_columns)
@@ -279,4 +272,4 @@ def _register(suffix: str) -> None:
 _register("")
 _register("_on_ranks")
 for _name in ("forward", "backward"):
-    torch_private.keep_order(_operator(_name, on_ranks=True).default)
+    keep_order(_operator(_name, on_ranks=True).default)

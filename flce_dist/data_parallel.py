@@ -102,7 +102,7 @@ def data_parallel_linear_cross_entropy(
                 data_parallel=True,
             )
         )
-        check_group(data_group, False, "data_group")
+        check_group(data_group, sequence_parallel=False, name="data_group")
     of_tokens: dict[str, Any] = dict(
         labels=labels, token_weight=token_weight, temperature=temperature
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,8 @@ from flce_dist.arguments.options import CallOptions, LossOptions, keywords_of
 from flce_dist.arguments.passed import Arguments, dtype_in_autocast
 from flce_dist.core.call import Needs
 from flce_dist.parallel import collectives
-from flce_dist.schedules.choose import Plan
 from flce_dist.schedules.costs import Shapes, chunk_sizes, gemms, total_bytes
+from flce_dist.schedules.fit import Plan
 from flce_dist.schedules.in_forward import InForward
 from flce_dist.schedules.windows import Windows
 
@@ -111,11 +111,9 @@ def plan(
     """
     flags = {"with_metrics": values.flag("with_metrics", with_metrics)}
     checked = checked_options(**keywords_of(plan, options, **flags))
-    of_tokens: dict[str, Any] = {"token_weight": token_weight}
-    if isinstance(temperature, Tensor):
-        of_tokens["temperature"] = temperature
-    else:
-        values.positive("temperature", temperature)
+    of_tokens: dict[str, Any] = {"token_weight": token_weight, "temperature": temperature}
+    if not isinstance(temperature, Tensor):
+        values.positive("temperature", of_tokens.pop("temperature"))
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype must be a torch.dtype, got {values.shown(dtype)}")
     P = _ranks(tp_group, tp_size, checked)
@@ -131,16 +129,12 @@ def plan(
     device = tensors["hidden"].device
     check_tensors(**tensors, **{name: _stand_in(x, device) for name, x in of_tokens.items()})
     check_tokens(tensors["hidden"], tensors["labels"], checked, P)
-    trained = None  # columns of weight that alone are
-    copies = 0
+    operands = _Operands(tensors, needs)
     if low_rank is not None:
-        tensors, rank = _with_low_rank(tensors, low_rank, checked, dtype)
-        x_needs, b_needs, _ = _needs(*low_rank, None)
-        trained = rank if b_needs and not needs.weight else None
-        needs = Needs(needs.hidden or x_needs, needs.weight or b_needs, needs.bias)
-        copies = sum(tensors[name].nbytes for name in ("hidden", "weight"))
+        operands = _with_low_rank(operands, low_rank, checked, dtype)
         if compiled:
-            check_compiled(checked, needs)
+            check_compiled(checked, operands.needs)
+    tensors, needs, trained, copies = operands
     if tp_size is None or checked.vocab_range is None:  # else no rank is known
         V = len(tensors["weight"])
         check_rows(V, checked, P=P, rank=collectives.group_rank(tp_group))
@@ -214,19 +208,35 @@ def _checked_impl(hidden: Any, dtype: torch.dtype, options: LossOptions) -> str:
     return impl
 
 
+class _Operands(NamedTuple):
+    """What stands for the tensors of a call, by their names, and what follows from ``low_rank``."""
+
+    tensors: dict[str, Any]
+    needs: Needs
+    trained: int | None = None  # columns of weight that alone are
+    copies: int = 0  # bytes of operands that the call copies
+
+
 def _with_low_rank(
-    tensors: dict[str, Any], low_rank: Any, options: LossOptions, dtype: torch.dtype
-) -> tuple[dict[str, Any], int]:
-    """Return tensors with the columns of ``low_rank`` behind those of hidden and weight, and r."""
+    operands: _Operands, low_rank: Any, options: LossOptions, dtype: torch.dtype
+) -> _Operands:
+    """Return the operands with the columns of ``low_rank`` behind those of hidden and weight."""
+    tensors, needs, *_ = operands
+    sizes = low_rank
     if isinstance(low_rank, (tuple, list)):
-        low_rank = [_sizes_of(f"low_rank[{i}]", x, dtype) for i, x in enumerate(low_rank)]
-    hidden = tensors["hidden"]
-    weight = tensors["weight"]
-    check_pair(low_rank, options)
-    x, b = low_rank
-    check_factors(x, b, hidden, weight)
+        sizes = [_sizes_of(f"low_rank[{i}]", x, dtype) for i, x in enumerate(low_rank)]
+    check_pair(sizes, options)
+    x, b = sizes
+    check_factors(x, b, tensors["hidden"], tensors["weight"])
     rank = b.shape[1]
-    return {**tensors, "hidden": _widened(hidden, rank), "weight": _widened(weight, rank)}, rank
+    wide = {name: _widened(tensors[name], rank) for name in ("hidden", "weight")}
+    x_needs, b_needs, _ = _needs(*low_rank, None)
+    return _Operands(
+        {**tensors, **wide},
+        Needs(needs.hidden or x_needs, needs.weight or b_needs, needs.bias),
+        trained=rank if b_needs and not needs.weight else None,
+        copies=sum(x.nbytes for x in wide.values()),
+    )
 
 
 def _widened(x: Tensor, columns: int) -> Tensor:

@@ -6,15 +6,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from flce_dist import torch_private
-from flce_dist.arguments.dtensor import from_local, ranks_of
+from flce_dist.arguments.meshes import from_local, ranks_of
+from flce_dist.torch_private.dtensors import place_of
 
 
 def local_part(x: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """Return the local tensor of ``x`` and its slices of ``x``; all of a plain tensor."""
     if not isinstance(x, DTensor):
         return x, tuple(slice(0, n) for n in x.shape)
-    return x.to_local(), torch_private.place_of(x)
+    return x.to_local(), place_of(x)
 
 
 def groups_of(x: Tensor) -> list[dist.ProcessGroup]:

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flce_dist import optimizer_state, state_dtensors, torch_private
+from flce_dist import optimizer_state, state_dtensors
 from flce_dist.arguments import values
 from flce_dist.arguments.check_tensors import FLOATS
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
+from flce_dist.torch_private.modes import FakeTensor
 
 _MEGATRON_ATTRIBUTES = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
 _BLOCK_ROWS = 64  # rows of the weight that are initialised together, from a seed of their own
@@ -75,7 +76,7 @@ class VocabShard(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise the weight and zero the bias. An all-reduce per group."""
-        if self.weight.is_meta or isinstance(self.weight, torch_private.FakeTensor):
+        if self.weight.is_meta or isinstance(self.weight, FakeTensor):
             return
         seed = self._shared_seed()
         weight, (rows, columns) = state_dtensors.local_part(self.weight)

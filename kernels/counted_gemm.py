@@ -90,7 +90,9 @@ def _counted_gemm_kernel(
             acc += tl.load(row_ptr + offs_n, mask=offs_n < H, other=0.0)[None, :]
         if parts_ptr is not None and splits > 1 and unit >= full:
             num_parts = tl.num_programs(0) * BLOCK_M
-            add_tile(parts_ptr, acc, (unit - full) * BLOCK_M, 0, num_parts, BLOCK_N, BLOCK_N, False)
+            add_tile(
+                parts_ptr, acc, (unit - full) * BLOCK_M, 0, num_parts, BLOCK_N, BLOCK_N, ADDS=False
+            )
         elif TMA_OUT:
             store_tile(out, acc, start_m, start_n, rows, H, stride_out, BLOCK_M, BLOCK_N, True)
         else:

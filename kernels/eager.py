@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flce_dist import torch_private
 from flce_dist.kernels import gemm
 from flce_dist.kernels.filtered.eager import write_tile_stats
 from flce_dist.kernels.gemm import product as counted_gemm  # noqa: F401
@@ -45,6 +44,7 @@ from flce_dist.kernels.rows.formulas import (  # noqa: F401
     pick_reference,
     row_gradient,
 )
+from flce_dist.torch_private.devices import assert_soon
 
 
 def logits_at_ids(
@@ -56,7 +56,7 @@ def logits_at_ids(
     inverse = logits.inverse_temperature
     if ids.is_cuda and inverse is not None:
         bad = (inverse if token is None else inverse[token]).isnan() & is_id
-        torch_private.assert_soon(~bad.any(), "temperature must be above 0")
+        assert_soon(~bad.any(), "temperature must be above 0")
     row = ids - logits.vocab_start_index
     z = ids.new_zeros(len(ids), dtype=logits.stats_dtype)
     here = (row >= 0) & (row < logits.V) & is_id

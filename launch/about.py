@@ -41,13 +41,13 @@ def caption(measurements: Sequence[dict[str, Any]], inches: float) -> str:
     ranks = {about.get("ranks", 1) for about in measurements}
     if len(ranks) == 1 and ranks != {1}:
         hardware += f", {ranks.pop()} ranks"
-    found = dict[str, dict[str, None]]()  # of each package the versions, in order
+    versions_of = dict[str, dict[str, None]]()  # of each package the versions, in order
     for about in measurements:
         packages = {key: about.get(key) for key in VERSIONS} | about.get("peers", {})
         for name, installed in packages.items():
             if installed is not None:
-                found.setdefault(name, {})[installed] = None
-    below = ", ".join(f"{name} {' and '.join(versions)}" for name, versions in found.items())
+                versions_of.setdefault(name, {})[installed] = None
+    below = ", ".join(f"{name} {' and '.join(versions)}" for name, versions in versions_of.items())
     return f"{hardware}\n{textwrap.fill(below, round(16 * inches), break_on_hyphens=False)}"
 
 

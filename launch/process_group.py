@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import torch_private
 from flce_dist.launch.program import RunError
 from flce_dist.launch.yaml_config import require
+from flce_dist.torch_private.groups import store_of
 
 Result = TypeVar("Result")
 Group = dist.ProcessGroup | None
@@ -71,17 +71,17 @@ def failures(own: str | None, group: Group) -> list[str | None]:
     """
     if group is None:
         return [own]
-    store = torch_private.store_of(group)
+    store = store_of(group)
     rank = group.rank()
     exchange = next(_exchanges)
-    keys = [f"flce_dist/launch/{exchange}/{other}" for other in range(group.size())]
+    keys = [f"flce_dist/launch/{exchange}/{peer}" for peer in range(group.size())]
     store.set(keys[rank], own or "")
     try:
         store.wait(keys, timedelta(seconds=OTHERS_S) if own else TIMEOUT)
     except RuntimeError as error:  # DistStoreError
         if own is None:
             raise
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
         raise RunError(f"rank {rank}: {own}; ranks {missing} are left in a collective") from error
     return [store.get(key).decode() or None for key in keys]
 

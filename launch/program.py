@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from flce_dist import torch_private
+from flce_dist.torch_private.groups import default_store
 
 WAIT_S = 30.0
 """How long another rank than 0 waits to be ended before it prints a ``RunError`` of its own."""
@@ -127,7 +127,7 @@ def _wait_for_rank_0(rank: int) -> None:
 def _is_first_to_fail() -> bool:
     """Ask the store that the ranks met at; a rank that cannot ask counts as the first."""
     try:
-        return torch_private.default_store().add("flce_dist/failed", 1) == 1
+        return default_store().add("flce_dist/failed", 1) == 1
     except Exception:
         return True
 

@@ -22,8 +22,8 @@ from typing import IO, Any, NoReturn
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from flce_dist import torch_private
 from flce_dist.testing.forked_ranks import without_collections
+from flce_dist.torch_private.groups import forget_groups
 
 
 class Fork:
@@ -98,7 +98,7 @@ def _be_new(env: Mapping[str, str]) -> None:
         io.TextIOWrapper(open(fd, "wb", 0, closefd=False), write_through=True) for fd in (1, 2)
     )
     logging.getLogger().handlers.clear()
-    torch_private.forget_groups()
+    forget_groups()
     SubprocessHandler._popen = lambda self, args, env: Fork(list(args), env)  # type: ignore
     # For its log torchrun looks for each frame of the stack in all modules: a second at each start.
     dynamic_rendezvous.get_method_name = lambda: "a method"  # type: ignore

@@ -16,7 +16,8 @@ from flce_dist import api
 from flce_dist.arguments.decided_once import calls
 from flce_dist.core.call import Call
 from flce_dist.parallel.vocab import vocab_range
-from flce_dist.schedules import choose as plan
+from flce_dist.schedules import fit
+from flce_dist.schedules.in_forward import InForward
 from flce_dist.testing import run_ranks
 from tests import outcomes
 from tests.outcomes import Outcome
@@ -192,14 +193,14 @@ def plan_sizes(**sizes: float) -> Iterator[dict[Any, Call]]:
     """Plan with other sizes, as ``tile=8, min_window=8``; yields calls so planned."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sizes.items():
-            patch.setattr(plan, f"_{name.upper()}", value)
+            patch.setattr(fit, f"_{name.upper()}", value)
         calls.clear()
         yield calls
     calls.clear()
 
 
-def chunks_of(chosen: plan.Plan) -> list[tuple[int, int]]:
-    return chosen.chunks() if isinstance(chosen, plan.InForward) else [(0, chosen.T)]
+def chunks_of(chosen: fit.Plan) -> list[tuple[int, int]]:
+    return chosen.chunks() if isinstance(chosen, InForward) else [(0, chosen.T)]
 
 
 IN_CHUNKS = Problem(T=48)

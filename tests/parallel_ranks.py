@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.parallel.vocab import vocab_range
-from flce_dist.schedules.choose import Plan, choose_schedule
+from flce_dist.schedules.choose import choose_schedule
+from flce_dist.schedules.fit import Plan
 from tests.outcomes import Outcome
 from tests.parallel_problem import GRADIENTS, Problem, misses, rank_step
 

@@ -141,6 +141,7 @@ def test_smoke_grid_runs_everywhere(tmp_path, capsys):
             assert 0 < record.workspace_mib < record.peak_mib
     printed = capsys.readouterr().out
     assert "T=48 H=32 V=1000 fp32" in printed and "eager in_forward" in printed
+    assert "error" not in printed  # a peer that is not installed is none
 
     with (tmp_path / "out" / "found.v1.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))

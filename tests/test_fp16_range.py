@@ -16,7 +16,7 @@ from flce_dist import (
     linear_divergence,
     linear_logprob,
 )
-from flce_dist.schedules import choose
+from flce_dist.schedules import fit
 from flce_dist.testing import error_budget
 from tests import divergence_problem, problems, score_problem
 from tests.filtered_formula import check_filtered
@@ -276,7 +276,7 @@ def test_loss_scales_at_confident_tokens_filtered(impl: str, bias: bool) -> None
 def test_hidden_states_are_scaled_once_no_window_reads_them_again(impl, how, monkeypatch):
     """A gradient of the entropy computes cached columns again, here in several windows."""
     for name in ("_MIN_WINDOW", "_MAX_WINDOW"):
-        monkeypatch.setattr(choose, name, 64)
+        monkeypatch.setattr(fit, name, 64)
     inputs = make_inputs(24, 300, 32, torch.float16, ignored=0.4)
     upstream = Upstream(1.0, metric_upstream(24, "lse", "entropy"))
     problems.check(inputs, upstream, impl=impl, schedule="cached", **how)

@@ -23,23 +23,22 @@ FUNCTIONS = {"scores", "best", "divergence"}  # others than the loss, each a fol
 CALL = {"arguments", "core", "schedules"}  # one call, from arguments to gradients
 LEAVES = {"options", "values", "ways_out", "check_tensors"}  # of arguments
 
-# Each folder with those that it may import; itself always. Some files count as folders: "leaf" are
-# LEAVES and "private" is torch_private.py.
+# Each folder with those that it may import; itself always. The files of LEAVES count as the folder
+# "leaf".
 MAY = {
-    "faces": {"leaf", "private", *CALL, "parallel", "testing", "filtered", *FUNCTIONS},
-    "filtered": {"leaf", "private", *CALL, "parallel", "kernels", "faces"},
-    **{folder: {"leaf", "private", *CALL, "parallel", "kernels"} for folder in FUNCTIONS},
-    "arguments": {"leaf", "private", "schedules", "core", "parallel", "kernels"},
+    "faces": {"leaf", "torch_private", *CALL, "parallel", "testing", "filtered", *FUNCTIONS},
+    "filtered": {"leaf", "torch_private", *CALL, "parallel", "kernels", "faces"},
+    **{folder: {"leaf", "torch_private", *CALL, "parallel", "kernels"} for folder in FUNCTIONS},
+    "arguments": {"leaf", "torch_private", "schedules", "core", "parallel", "kernels"},
     "schedules": {"leaf", "core", "parallel", "kernels"},
-    "core": {"leaf", "private", "parallel", "kernels"},
-    "parallel": {"leaf", "private"},
-    "kernels": {"private"},
-    "testing": {"leaf", "private"},
-    "leaf": {"private"},
-    "private": set(),
-    "launch": {"leaf", "private", "faces", "testing", "filtered", *FUNCTIONS},
+    "core": {"leaf", "torch_private", "parallel", "kernels"},
+    "parallel": {"leaf", "torch_private"},
+    "kernels": {"torch_private"},
+    "testing": {"leaf", "torch_private"},
+    "leaf": {"torch_private"},
+    "torch_private": set(),
+    "launch": {"leaf", "torch_private", "faces", "testing", "filtered", *FUNCTIONS},
 }
-FILES_AS_FOLDERS = {"torch_private": "private"}
 OTHERS = {folder: {"torch", "typing_extensions"} for folder in MAY} | {
     "kernels": {"torch", "triton"},
     "launch": {
@@ -82,7 +81,7 @@ def folder_of_module(name: str) -> str:
     if name.startswith("flce_dist.arguments.") and name.split(".")[2] in LEAVES:
         return "leaf"
     first = f"{name}.".split(".")[1]
-    return first if first in MAY else FILES_AS_FOLDERS.get(first, "faces")
+    return first if first in MAY else "faces"
 
 
 def violations(path: Path, source: str, *, excused: bool = True) -> list[str]:
@@ -106,7 +105,7 @@ def violations(path: Path, source: str, *, excused: bool = True) -> list[str]:
             allowed = top in OTHERS[folder] | ours or (is_lazy and top in lazily)
         if not allowed:
             found.append(f"imports {module}" + ("" if is_lazy else " at the top of the file"))
-    found += [] if folder == "private" else private_names(tree)
+    found += [] if folder == "torch_private" else private_names(tree)
     return found if folder == "launch" else found + list(reads_launcher(tree))
 
 

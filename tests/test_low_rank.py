@@ -19,7 +19,7 @@ from flce_dist.core import gradients
 from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.reference import reference_linear_cross_entropy
-from flce_dist.schedules import choose
+from flce_dist.schedules import fit
 from flce_dist.testing import run_ranks
 from tests.outcomes import Outcome, misses
 from tests.problems import Inputs, Patch, both, device_of, each_dtype, make_inputs
@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(choose, "_TILE", 8)
+    monkeypatch.setattr(fit, "_TILE", 8)
     yield
 
 

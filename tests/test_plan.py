@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from flce_dist.arguments.options import ScheduleName
 from flce_dist.parallel.vocab import real_rows, vocab_range
-from flce_dist.schedules.choose import Plan, choose_schedule
+from flce_dist.schedules.choose import choose_schedule
+from flce_dist.schedules.fit import Plan
 from flce_dist.schedules.in_forward import InForward
 from tests.parallel_problem import chunks_of, plan_sizes
 from tests.problems import Upstream, both, check, make_inputs

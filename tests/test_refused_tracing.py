@@ -126,11 +126,11 @@ class Halved(Tensor):
         return self
 
     @classmethod
-    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
-        if operator is torch.ops.aten.detach.default:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
             return cls(args[0].whole)
         plain = tree_map_only(cls, lambda x: x.whole / 2, (args, kwargs or {}))
-        return operator(*plain[0], **plain[1])
+        return func(*plain[0], **plain[1])
 
 
 @pytest.mark.parametrize("which", ["hidden", "weight"])
@@ -139,7 +139,7 @@ def test_tensors_that_hold_others_are_refused_by_name(name, which):
     """Kernels have no address of them; operators may write to their copies."""
     given = {"hidden": torch.ones(6, 4), "weight": torch.ones(9, 4)}
     given[which] = Halved(given[which])
-    call = {**CALLS, "plan": plan}[name]
+    call: Callable[..., Any] = {**CALLS, "plan": plan}[name]
     with pytest.raises(ValueError, match=rf"^{which} must be a plain tensor .*, got Halved"):
         call(*given.values(), torch.zeros(6, dtype=torch.int64))
 
@@ -149,10 +149,12 @@ def test_a_teacher_and_vectors_that_hold_others_are_refused_by_name():
     labels = torch.zeros(6, dtype=torch.int64)
     of_loss = {"bias": torch.ones(9), "token_weight": torch.ones(6), "temperature": torch.ones(6)}
     for name, x in of_loss.items():
+        changed: dict[str, Any] = {name: Halved(x)}
         with pytest.raises(ValueError, match=f"^{name} must be a plain tensor"):
-            linear_cross_entropy(hidden, weight, labels, **{name: Halved(x)})
+            linear_cross_entropy(hidden, weight, labels, **changed)
     for name, x in {"teacher_hidden": hidden, "teacher_weight": weight}.items():
-        teacher = {"teacher_hidden": hidden, "teacher_weight": weight, name: Halved(x)}
+        teacher: dict[str, Any] = {"teacher_hidden": hidden, "teacher_weight": weight}
+        teacher[name] = Halved(x)
         with pytest.raises(ValueError, match=f"^{name} must be a plain tensor"):
             linear_divergence(hidden, weight, **teacher)
 

@@ -12,7 +12,7 @@ from flce_dist import linear_logprob
 from flce_dist.kernels.logits.eager import SCRATCH_BYTES
 from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.reference import reference_linear_logprob
-from flce_dist.schedules import choose
+from flce_dist.schedules import choose, fit
 from flce_dist.scores.in_forward import OverVocabularyInForward
 from flce_dist.testing import error_budget, relative_rms
 from tests.outcomes import assert_same
@@ -46,7 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def many_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(choose, "FROZEN_LOGITS_BYTES", 8 * V * 4)
-    monkeypatch.setattr(choose, "_TILE", 8)
+    monkeypatch.setattr(fit, "_TILE", 8)
     yield
 
 

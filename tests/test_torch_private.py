@@ -10,9 +10,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from flce_dist import linear_cross_entropy, torch_private
+from flce_dist import linear_cross_entropy
 from flce_dist.parallel import transport
 from flce_dist.testing import run_ranks
+from flce_dist.torch_private.devices import assert_soon
+from flce_dist.torch_private.dtensors import async_tensors, place_of
+from flce_dist.torch_private.groups import (
+    default_store,
+    forget_groups,
+    group_named,
+    threaded_group,
+    timeout_of,
+)
 from tests.problems import inputs
 from tests.processes import started
 
@@ -56,15 +65,15 @@ def test_without_the_id_of_a_backward_only_overwriting_raises(monkeypatch):
 
 def test_without_an_assertion_on_the_device_the_host_waits(monkeypatch):
     lacks(monkeypatch, torch, "_assert_async")
-    torch_private.assert_soon(torch.tensor(True), "labels")
+    assert_soon(torch.tensor(True), "labels")
     with pytest.raises(RuntimeError, match="labels"):
-        torch_private.assert_soon(torch.tensor(False), "labels")
+        assert_soon(torch.tensor(False), "labels")
 
 
 @pytest.mark.parametrize(("name", "use"), [
-    ("_resolve_process_group", lambda: torch_private.group_named("0")),
-    ("_get_default_store", torch_private.default_store),
-    ("__create_chunk_list__", lambda: torch_private.place_of(torch.ones(2))),  # has none
+    ("_resolve_process_group", lambda: group_named("0")),
+    ("_get_default_store", default_store),
+    ("__create_chunk_list__", lambda: place_of(torch.ones(2))),  # has none
 ])  # fmt: skip
 def test_what_nothing_replaces_raises(monkeypatch, name, use):
     lacks(monkeypatch, c10d, name)
@@ -74,7 +83,7 @@ def test_what_nothing_replaces_raises(monkeypatch, name, use):
 
 def test_without_async_tensors_there_are_none(monkeypatch):
     gone(monkeypatch, "torch.distributed._functional_collectives")
-    assert torch_private.async_tensors() == ()
+    assert async_tensors() == ()
 
 
 @pytest.mark.parametrize("name", ["none", "module", "empty", "rendezvous", STORE])
@@ -105,21 +114,21 @@ def test_without_a_groups_timeout_it_is_that_of_torch(lacking):
 
     minute = timedelta(minutes=1)
     backend = having("options", having("_timeout", minute))
-    found = torch_private.timeout_of(having("_get_backend", lambda _: backend), torch.device("cpu"))
+    found = timeout_of(having("_get_backend", lambda _: backend), torch.device("cpu"))
     assert found == (minute if lacking == "nothing" else default_pg_timeout)
 
 
 def test_without_a_world_only_forks_with_groups_raise(monkeypatch):
     lacks(monkeypatch, c10d, "_World")
-    torch_private.forget_groups()
+    forget_groups()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with names_torch:
-        torch_private.forget_groups()
+        forget_groups()
 
 
 def test_without_threaded_groups_threads_raise_and_forks_run(monkeypatch):
     gone(monkeypatch, "torch.testing._internal.distributed.multi_threaded_pg")
-    assert torch_private.threaded_group() is dist.ProcessGroup
+    assert threaded_group() is dist.ProcessGroup
     with pytest.raises(NotImplementedError, match=r'"gloo".*which torch 2'):
         run_ranks(lambda group: 1, 2)
     assert run_ranks(lambda group: group.rank(), 2, backend="gloo") == [0, 1]

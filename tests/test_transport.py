@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flce_dist import torch_private
 from flce_dist.parallel import transport
 from flce_dist.parallel.collectives import TokenGather
+from flce_dist.parallel.peers import driver
 from flce_dist.parallel.peers.driver import PeerDriver
 from flce_dist.testing import run_ranks
 from tests.parallel_problem import FEW_BYTES, IN_CHUNKS, on_threads, small_chunks
@@ -71,7 +71,7 @@ def test_a_rank_that_fails_between_two_memories_meets_the_others_when_all_set_up
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     of_thread = threading.local()
-    monkeypatch.setattr(torch_private, "timeout_of", lambda *_: timedelta(seconds=of_thread.limit))
+    monkeypatch.setattr(driver, "timeout_of", lambda *_: timedelta(seconds=of_thread.limit))
     monkeypatch.setattr(
         transport,
         "PeerMemory",

@@ -12,8 +12,10 @@ from flce_dist.arguments.check_options import (
     check_rows,
     known_shards,
 )
+from flce_dist.arguments.options import LossOptions
 from flce_dist.arguments.passed import Arguments, check_passed
-from flce_dist.core.call import Call, Compilable, Needs, Schedule
+from flce_dist.core.call import Call, Needs
+from flce_dist.core.interface import Compilable, Schedule
 from flce_dist.kernels.interface import kernels_of
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import largest_shard, real_rows
@@ -90,15 +92,7 @@ def planned(
     hidden = arguments.hidden
     weight = arguments.weight
     options = arguments.options
-    V, H = weight.shape
-    itemsize = weight.element_size()
-    width = H if width is None else width
-    is_uneven = options.vocab_range is not None
-    vocab_size = V * P if options.vocab_size is None else options.vocab_size
-    V = largest_shard(V, vocab_size=options.vocab_size, is_uneven=is_uneven, P=P)
-    # A plan of torch.compile's symbolic sizes only gives the fakes their shapes; the operators
-    # plan again with real sizes. So it lends no memory.
-    is_concrete = all(isinstance(size, int) for size in (T, V, H, options.max_logits_bytes or 0))
+    rows, H = weight.shape
     name = options.schedule if isinstance(options.schedule, str) else "recompute"
     frozen = needs.hidden and not (needs.weight or needs.bias or options.with_metrics)
     if frozen and name in ("auto", "in_forward"):
@@ -109,18 +103,24 @@ def planned(
             "scores) needs a weight and bias that need no gradient, and no metrics or entropy: use "
             "schedule='recompute' or 'cached'"
         )
+    V = largest_shard(
+        rows,
+        vocab_size=options.vocab_size,
+        is_uneven=options.vocab_range is not None,
+        P=P,
+    )
     dweight_row_bytes = (0, 0)
-    if is_concrete and needs.weight:
-        dweight_row_bytes = (width * itemsize, width * max(4, itemsize))
-    cancels = options.smoothing_cancels(hidden.dtype, vocab_size)
-    few_in_fp16 = hidden.dtype == torch.float16 and vocab_size <= FEW_COLUMNS
+    if needs.weight and _is_concrete(T, V, H, options.max_logits_bytes):
+        columns = H if width is None else width
+        itemsize = weight.element_size()
+        dweight_row_bytes = (columns * itemsize, columns * max(4, itemsize))
     schedule: Compilable = choose_schedule(
         T=T,
         V=V,
         itemsize=max(2, hidden.element_size()),
         schedule=name if any(needs) else "recompute",
         max_logits_bytes=options.max_logits_bytes,
-        expressible=not (options.smoothing_is_capped or cancels or few_in_fp16),
+        expressible=_is_expressible(options, hidden.dtype, rows * P),
         converts=converts or hidden.dtype == torch.float16,
         dweight_row_bytes=dweight_row_bytes,
         reduces=not is_compiled and options.reduction != "none" and not options.with_metrics,
@@ -129,3 +129,23 @@ def planned(
     if not isinstance(options.schedule, str) and (any(needs) or options.with_metrics):
         return options.schedule.sized(schedule)
     return schedule
+
+
+def _is_concrete(*sizes: int | None) -> bool:
+    """Whether these are numbers, so that dweight's memory may be planned with.
+
+    A plan of torch.compile's symbolic sizes only gives the fakes their shapes; the operators plan
+    again with real sizes. So it lends no memory.
+    """
+    return all(size is None or isinstance(size, int) for size in sizes)
+
+
+def _is_expressible(options: LossOptions, dtype: torch.dtype, rows: int) -> bool:
+    """Whether cached exponentials express the gradient as accurately as the operands' dtype.
+
+    ``rows`` are those of all ranks' weights, padding included.
+    """
+    vocab_size = rows if options.vocab_size is None else options.vocab_size
+    cancels = options.smoothing_cancels(dtype, vocab_size)
+    few_in_fp16 = dtype == torch.float16 and vocab_size <= FEW_COLUMNS
+    return not (options.smoothing_is_capped or cancels or few_in_fp16)

@@ -2,27 +2,29 @@
 
 The op and its collectives work on plain tensors. A DTensor argument is replaced by this rank's
 local tensor if its placements are those that the op expects; otherwise it is refused. Through
-``DTensor.to_local`` gradients get the mesh and placements of their operand. A parameter that FSDP2
-has sharded is gathered from its data ranks, over which its gradient is averaged.
+``DTensor.to_local`` gradients get the mesh and placements of their operand. What FSDP2 has sharded
+is gathered first (``fsdp``).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from flce_dist import torch_private
 from flce_dist.arguments.check_tensors import check_group, is_dense
+from flce_dist.arguments.fsdp import gathered
+from flce_dist.arguments.meshes import dimension_of, ranks_of
 from flce_dist.arguments.options import LossOptions
 from flce_dist.arguments.passed import PLAIN, Arguments
 from flce_dist.arguments.ways_out import IN_FORWARD_OF_FSDP
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
+from flce_dist.torch_private.dtensors import async_tensors, fsdp_sharding
+from flce_dist.torch_private.modes import FakeTensor
 
 _OF_ROWS = (
     "pass the ranks that share its rows as tp_group, for example weight.device_mesh.get_group() if "
@@ -40,7 +42,7 @@ _OF_FSDP = (  # the ranks of whose mesh are no tp_group
     f"tp_group, or {IN_FORWARD_OF_FSDP}"
 )
 
-_ASYNC = torch_private.async_tensors()
+_ASYNC = async_tensors()
 
 
 def localized(arguments: Arguments) -> Arguments:
@@ -63,7 +65,7 @@ def _with_dimension_of_hidden(arguments: Arguments) -> Arguments:
     options = arguments.options
     if not (options.sequence_parallel and isinstance(hidden, DTensor) and hidden.dim() > 2):
         return arguments
-    dim = _dimension(hidden.device_mesh, arguments.tp_group)
+    dim = dimension_of(hidden.device_mesh, arguments.tp_group)
     if dim is None or hidden.placements[dim] != Shard(1):
         return arguments
     return arguments._replace(options=replace(options, sequence_dim=1))
@@ -84,7 +86,7 @@ def _local_tensors(arguments: Arguments) -> Arguments:
     def of_rows(x: DTensor) -> str:
         if options.data_parallel:
             return _OF_DATA_ROWS
-        return _OF_FSDP if torch_private.fsdp_sharding(x) else _OF_ROWS
+        return _OF_FSDP if fsdp_sharding(x) else _OF_ROWS
 
     def rows_of(name: str, x: Any) -> Any:
         x = gathered(x, hidden, tp_group)
@@ -151,7 +153,7 @@ def local_of(
     check_holds_data(name, x)
     if isinstance(x, DTensor):
         mesh = x.device_mesh
-        dim = _dimension(mesh, tp_group)
+        dim = dimension_of(mesh, tp_group)
         anywhere = expected.is_replicate() and gradient is None
         fits = dim is not None or anywhere or collectives.group_size(tp_group) == 1
         if not (fits and _is_placed(x, expected, dim)) or mesh.get_coordinate() is None:
@@ -187,7 +189,7 @@ def check_holds_data(name: str, x: Any) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    if isinstance(x, torch_private.FakeTensor):
+    if isinstance(x, FakeTensor):
         raise ValueError(
             f"{name} must hold data, got a FakeTensor: pass a tensor made outside FakeTensorMode"
         )
@@ -196,7 +198,7 @@ def check_holds_data(name: str, x: Any) -> None:
 
 def check_has_memory(name: str, x: Any) -> None:
     """Raise if ``x`` holds other tensors, such as a quantised one: kernels need an address."""
-    is_known = type(x) in PLAIN or isinstance(x, (DTensor, torch_private.FakeTensor, *_ASYNC))
+    is_known = type(x) in PLAIN or isinstance(x, (DTensor, FakeTensor, *_ASYNC))
     if is_known or not isinstance(x, Tensor) or not is_dense(x) or x.is_meta:
         return
     try:
@@ -206,55 +208,6 @@ def check_has_memory(name: str, x: Any) -> None:
             f"{name} must be a plain tensor or a DTensor, got {type(x).__name__}, which holds "
             f"others: pass what it stands for, for example {name}.dequantize()"
         ) from None
-
-
-def _dimension(mesh: DeviceMesh, tp_group: dist.ProcessGroup | None) -> int | None:
-    """Return the dimension of ``mesh`` whose ranks are those of ``tp_group``, in the same order."""
-    coordinate = mesh.get_coordinate()
-    if tp_group is None or coordinate is None:
-        return None
-    for d in range(mesh.ndim):
-        same_ranks = ranks_of(mesh.get_group(d)) == ranks_of(tp_group)
-        if same_ranks and coordinate[d] == dist.get_rank(tp_group):
-            return d
-    return None
-
-
-def ranks_of(tp_group: dist.ProcessGroup) -> list[int]:
-    return dist.get_process_group_ranks(tp_group)
-
-
-def gathered(x: Any, hidden: Any, tp_group: dist.ProcessGroup | None) -> Any:
-    """Return ``x``; if FSDP2 has sharded it, this rank's rows over ``tp_group`` in hidden's dtype.
-
-    One all-gather. Backward sums in the dtype of ``x``, then divides as FSDP2 does.
-    """
-    if not (isinstance(x, DTensor) and isinstance(hidden, Tensor) and x.device == hidden.device):
-        return x
-    mesh = x.device_mesh
-    dim = _dimension(mesh, tp_group)
-    rank = 0 if dim is None else collectives.group_rank(tp_group)
-    P = 1 if dim is None else mesh.size(dim)
-    sharding = torch_private.fsdp_sharding(x) if dim is None or mesh.ndim > 1 else None
-    if sharding is None:
-        return x
-    data_mesh, divisor = sharding
-    if data_mesh.size() * P != mesh.size():  # other ranks than tp_group's share its rows, too
-        return x
-    start, end = vocab_range(x.shape[0], rank, P)
-    device_type = hidden.device.type
-    dtype = hidden.dtype
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-    local = x.to_local()
-    if local.requires_grad:
-        local.register_hook(lambda dx: dx / divisor)
-    # Without the last dimension, tensor parallelism: torch 2.9 redistributes _StridedShard wrongly.
-    over_data: Any = x.placements[: data_mesh.ndim]
-    of_data = [p if p.is_replicate() else Shard(p.dim) for p in over_data]
-    part = from_local(local, data_mesh, of_data, (end - start, *x.shape[1:]), x.stride())
-    whole = part.redistribute(placements=[Replicate()] * data_mesh.ndim, forward_dtype=dtype)
-    return whole.to_local(grad_placements=[Partial()] * data_mesh.ndim)
 
 
 class _Waited(torch.autograd.Function):
@@ -271,10 +224,3 @@ class _Waited(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dx):
         return dx
-
-
-def from_local(
-    local: Tensor, mesh: DeviceMesh, placements: Any, shape: Iterable[int], stride: Any
-) -> DTensor:
-    size = torch.Size(shape)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import torch_private
 from flce_dist.arguments.rank_check import check_facts, mark_alike
 from flce_dist.parallel import collectives
+from flce_dist.torch_private.compiling import keep_order
+from flce_dist.torch_private.groups import group_named
 
 FUNCTION = "data_parallel_linear_cross_entropy"
 
@@ -54,7 +55,7 @@ def _gather_alike(
 
 def _operator(*inputs):
     """``_gather_alike`` in compiled code, which must not gather before it compares."""
-    data_group = torch_private.group_named(inputs[-1])
+    data_group = group_named(inputs[-1])
     own: Any = (*inputs[:-1], data_group)
     of_all_ranks = _gather_alike(*own)
     mark_alike(FUNCTION, data_group)
@@ -62,7 +63,7 @@ def _operator(*inputs):
 
 
 def _fake_operator(hidden, labels, token_weight, temperature, number, reduction, group_name):
-    P = collectives.group_size(torch_private.group_named(group_name))
+    P = collectives.group_size(group_named(group_name))
     own = [x for x in (labels, token_weight, temperature) if x is not None]
     return [x.new_empty(P * x.numel()) for x in own]
 
@@ -74,4 +75,4 @@ torch.library.custom_op(
     schema="(Tensor hidden, Tensor labels, Tensor? token_weight, Tensor? temperature, "
     "float? number, str reduction, str group_name) -> Tensor[]",
 ).register_fake(_fake_operator)
-torch_private.keep_order(torch.ops.flce_dist.gather_alike.default)
+keep_order(torch.ops.flce_dist.gather_alike.default)

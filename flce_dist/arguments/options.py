@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, ParamSpec, Protocol, TypedDict, TypeV
 import torch
 from torch import Tensor
 
-from flce_dist.torch_private import constant_in_graphs
+from flce_dist.torch_private.compiling import constant_in_graphs
 
 Reduction = Literal["none", "sum", "mean"]
 ScheduleName = Literal["auto", "recompute", "cached", "in_forward"]

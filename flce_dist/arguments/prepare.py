@@ -6,14 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce_dist import torch_private
 from flce_dist.arguments.decide import new_call
 from flce_dist.arguments.decided_once import calls, facts_of
 from flce_dist.arguments.options import LossOptions
 from flce_dist.arguments.passed import Arguments
-from flce_dist.core.call import Call, Needs, Operands, Schedule, as_stored
+from flce_dist.core.call import Call, Needs, Operands, as_stored
+from flce_dist.core.interface import Schedule
 from flce_dist.kernels.rows.counted_tokens import counted_tokens
 from flce_dist.parallel import collectives
+from flce_dist.torch_private.devices import assert_soon
 
 
 def prepare(
@@ -159,7 +160,7 @@ def check_temperatures(
     words = f"{name} must be above 0 for each token that counts"
     bad = inverse.isnan() & counted
     if bad.is_cuda:
-        torch_private.assert_soon(~bad.any(), words)
+        assert_soon(~bad.any(), words)
     elif bad.any():
         where = int(bad.to(torch.uint8).argmax())
         place = _place(where, T_of_rank)

@@ -16,12 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.arguments.options import refuse_unknown
-from flce_dist.arguments.rank_facts import (
-    compare_calls,
-    differences,
-    facts_of_call,
-    raise_if_any,
-)
+from flce_dist.arguments.rank_differences import compare_calls, differences, raise_if_any
+from flce_dist.arguments.rank_facts import facts_of_call
 from flce_dist.core.call import Call, Operands
 from flce_dist.parallel.collectives import group_size
 
@@ -119,12 +115,34 @@ def told_if_unbound(function: Callable[_P, _R], calls: str | None = None) -> Cal
     that a method calls, in which the other ranks are.
     """
     parameters = inspect.signature(function).parameters
+    binds = _binding_of(parameters)
+    group_name = "data_group" if "data_group" in parameters else "tp_group"
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if binds(args, kwargs):
+            return function(*args, **kwargs)
+        passed = {**dict(zip(_positional(parameters), args, strict=False)), **kwargs}
+        group = args[0].tp_group if calls else passed.get(group_name)  # type: ignore[attr-defined]
+        with refusals_told(calls or function.__name__, group, passed.get("hidden")):
+            if not _takes_any_keyword(parameters):
+                refuse_unknown(function, kwargs)
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _binding_of(
+    parameters: Mapping[str, inspect.Parameter],
+) -> Callable[[tuple[Any, ...], Mapping[str, Any]], bool]:
+    """Return a function that tells whether arguments bind to these parameters.
+
+    ``inspect.Signature.bind`` would take the host longer at each call.
+    """
     names = frozenset(parameters)
-    kinds = [parameter.kind for parameter in parameters.values()]
-    takes_any_keyword = inspect.Parameter.VAR_KEYWORD in kinds
-    positional = [name for name, x in parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    takes_any_keyword = _takes_any_keyword(parameters)
+    positional = _positional(parameters)
     required = [name for name in positional if parameters[name].default is inspect.Parameter.empty]
-    group_name = "data_group" if "data_group" in names else "tp_group"
 
     def binds(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         return (
@@ -134,18 +152,15 @@ def told_if_unbound(function: Callable[_P, _R], calls: str | None = None) -> Cal
             and (takes_any_keyword or names.issuperset(kwargs))
         )
 
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if binds(args, kwargs):
-            return function(*args, **kwargs)
-        passed = {**dict(zip(positional, args, strict=False)), **kwargs}
-        group = args[0].tp_group if calls else passed.get(group_name)  # type: ignore[attr-defined]
-        with refusals_told(calls or function.__name__, group, passed.get("hidden")):
-            if not takes_any_keyword:
-                refuse_unknown(function, kwargs)
-            return function(*args, **kwargs)
+    return binds
 
-    return call
+
+def _positional(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    return [name for name, x in parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
+
+
+def _takes_any_keyword(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(x.kind is x.VAR_KEYWORD for x in parameters.values())
 
 
 def _is_first(function: str, group: dist.ProcessGroup, x: Any) -> bool:

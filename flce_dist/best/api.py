@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
-from flce_dist import torch_private
 from flce_dist.arguments import values
 from flce_dist.arguments.check_tensors import FLOATS, LABELS, check_tensor
 from flce_dist.arguments.decided_once import checked_options
@@ -29,6 +28,7 @@ from flce_dist.best.schedule import Sample, TopK
 from flce_dist.core.autograd import refuse_tracing, run_forward
 from flce_dist.core.call import NO_GRADIENT
 from flce_dist.kernels.best.interface import MOST_K
+from flce_dist.torch_private.compiling import outside_graphs
 
 _FIXED: dict[str, Any] = dict(
     reduction="none",
@@ -226,7 +226,7 @@ def _results(name: str, arguments: Arguments, schedule: TopK | Sample) -> tuple[
                     "under torch.no_grad(), and linear_logprob at its ids for log-probabilities "
                     "that have"
                 )
-    run = torch_private.outside_graphs(_run, name)
+    run = outside_graphs(_run, name)
     return run(name, arguments, schedule)
 
 

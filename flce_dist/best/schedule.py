@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from flce_dist.arguments.prepare import check_temperatures, counted_operands
-from flce_dist.core.call import Call, Operands, Outputs, Saved, gathered_logits
+from flce_dist.core.call import Call, Operands, gathered_logits
+from flce_dist.core.interface import Outputs, Saved
 from flce_dist.core.sections import (
     Section,
     joined,

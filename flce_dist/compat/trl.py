@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flce_dist.api import linear_cross_entropy_with_metrics
-from flce_dist.arguments.dtensor import gathered
+from flce_dist.arguments.fsdp import gathered
 from flce_dist.arguments.options import Kind
 from flce_dist.compat.stand_ins import StandIns
 from flce_dist.divergence import linear_divergence_with_metrics

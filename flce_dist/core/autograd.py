@@ -8,20 +8,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flce_dist import torch_private
 from flce_dist.arguments.ways_out import IN_FORWARD_OF_FSDP
-from flce_dist.core.call import (
-    Backward,
-    Call,
-    Operands,
-    Outputs,
-    Results,
-    Saved,
-    Upstream,
-    as_stored,
-)
+from flce_dist.core.call import Call, Operands, Upstream, as_stored
 from flce_dist.core.gradients import new_dweight
+from flce_dist.core.interface import Backward, Outputs, Results, Saved
 from flce_dist.core.main_grad import MainGrad, captured
+from flce_dist.torch_private.engine import is_batched, is_returned, is_wanted, keeps_graph
+from flce_dist.torch_private.modes import FakeTensor, is_jit_tracing, recorder, transforms
 
 _UNCHANGED = nullcontext()  # torch.cuda.device takes the host longer
 
@@ -54,9 +47,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 "flce_dist has no second derivative: create_graph=True is not "
                 "supported; differentiate flce_dist.reference instead"
             )
-        if torch_private.transforms() or any(
-            g is not None and torch_private.is_batched(g) for g in upstream
-        ):
+        if transforms() or any(g is not None and is_batched(g) for g in upstream):
             raise NotImplementedError(
                 "flce_dist has no batched backward (is_grads_batched=True, "
                 "jacobian(..., vectorize=True)): call backward once for each upstream gradient"
@@ -68,7 +59,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         # torch.autograd.grad(loss, hidden) may not want the weight's gradient.
         wants_dweight = call.needs.weight
         if call.accumulates_dweight:
-            wants_dweight = torch_private.is_wanted(ctx.next_functions[1][0])
+            wants_dweight = is_wanted(ctx.next_functions[1][0])
         gradients: Results = (None, None, None)
         of_outputs = Upstream(*upstream[:4])
         if any(g is not None for g in of_outputs):
@@ -82,9 +73,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 of_outputs,
                 ctx.main_grad,
                 wants_dweight=wants_dweight,
-                is_last=not torch_private.keeps_graph(),
+                is_last=not keeps_graph(),
             )
-            if call.accumulates_dweight and torch_private.is_returned(ctx.next_functions[1][0]):
+            if call.accumulates_dweight and is_returned(ctx.next_functions[1][0]):
                 gradients = gradients[0], ctx.main_grad.zeros(), gradients[2]
         return *gradients, None, None, None, None
 
@@ -127,19 +118,19 @@ def refuse_tracing(name: str, hidden: Any) -> None:
     Tensors are fake in compiled code, too, which calls operators that have fakes.
     """
     if not torch.compiler.is_compiling():
-        if isinstance(hidden, torch_private.FakeTensor):
+        if isinstance(hidden, FakeTensor):
             raise ValueError(
                 f"hidden must hold data, got a FakeTensor: call {name} outside FakeTensorMode; "
                 "flce_dist.plan tells the sizes of the loss there, and torch.compile and "
                 "torch.export trace it"
             )
-        if torch_private.recorder() is not None or torch_private.is_jit_tracing():
+        if recorder() is not None or is_jit_tracing():
             # What kernels write is not recorded.
             raise NotImplementedError(
                 f"{name} is not recorded by make_fx, torch.func.linearize and torch.jit.trace: "
                 "torch.compile and torch.export trace the loss, and these flce_dist.reference"
             )
-    if torch_private.transforms():
+    if transforms():
         raise NotImplementedError(
             f"{name} does not support the transforms of torch.func (grad, vmap, "
             "jacrev, ...): use backward or torch.autograd.grad, and one call for all tokens, "
@@ -211,7 +202,7 @@ def computing_on(x: Tensor) -> AbstractContextManager[Any]:
     current = torch.cuda.current_device() if x.is_cuda else -1
     if x.get_device() == current and not torch.is_autocast_enabled(x.device.type):
         return _UNCHANGED
-    both = ExitStack()
-    both.enter_context(torch.cuda.device_of(x))
-    both.enter_context(torch.autocast(x.device.type, enabled=False))
-    return both
+    contexts = ExitStack()
+    contexts.enter_context(torch.cuda.device_of(x))
+    contexts.enter_context(torch.autocast(x.device.type, enabled=False))
+    return contexts

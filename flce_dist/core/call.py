@@ -1,4 +1,4 @@
-"""A call as the schedules know it, and their protocol.
+"""A call as the schedules know it: its facts, its tensors, its upstream gradients.
 
 T = tokens on the tensor-parallel group (with max_counted those that are computed, of T_all),
 V = real vocabulary rows here, H = hidden size, P = ranks.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.arguments.options import LossOptions, UnsizedSchedule
+from flce_dist.arguments.options import LossOptions
 from flce_dist.kernels.interface import Kernels
 from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.rows.formulas import LossTerms
@@ -23,19 +23,10 @@ from flce_dist.parallel import transport
 from flce_dist.parallel.collectives import TokenGather
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 
+if TYPE_CHECKING:
+    from flce_dist.core.interface import Schedule
+
 _FEW_TOKENS = 32  # up to which rescaling cached columns takes about T / H of a call's time
-
-Results = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""dhidden [T_all, H] (under sequence parallelism [T_all / P, H]), dweight [V, H] and dbias [V].
-
-dweight is [V, r] where the last r columns of weight alone are trained.
-"""
-
-Outputs = tuple[Tensor | None, ...]
-"""``Metrics`` and, behind them, scalars of the schedule's own."""
-
-Saved = tuple[Any, ...]
-"""What backward needs from forward besides the operands: tensors or None, by each schedule."""
 
 
 class Needs(NamedTuple):
@@ -86,86 +77,6 @@ class Operands(NamedTuple):
     def trained(self) -> Tensor:
         """What dweight is of, if weight needs a gradient: the weight, or its last columns."""
         return self.weight if self.last_columns is None else self.last_columns
-
-
-class Accumulator(NamedTuple):
-    """Where dweight is written: ``out``, as ``Operands.trained``, is added to or overwritten."""
-
-    out: Tensor
-    adds: bool
-
-
-class Backward(NamedTuple):
-    """What a schedule's ``backward`` gets."""
-
-    call: Call
-    operands: Operands | None  # None unless the schedule keeps them
-    saved: Saved
-    upstream: Upstream  # not all None
-    accumulator: Accumulator | None  # of dweight, if it is needed and operands are kept
-    is_last: bool  # whether what was saved may be overwritten
-
-
-class Metrics(NamedTuple):
-    """What one pass over the logits yields besides the loss; None if not asked for."""
-
-    lse: Tensor | None = None  # [T_all] for the caller, as the next three
-    logprob: Tensor | None = None
-    entropy: Tensor | None = None
-    correct: Tensor | None = None
-
-
-class LossWithMetrics(NamedTuple):
-    """The loss, and metrics of each token (labels' shape) from the same pass over the logits.
-
-    Values are the same on every rank of the tensor-parallel group; 0 and False for ignored tokens.
-    Where a bias of -inf bans all ids lse is -inf, and loss, logprob and entropy are NaN.
-    """
-
-    loss: Tensor  # fp32 (fp64 for fp64 inputs), scalar or labels' shape by reduction
-    lse: Tensor  # log-sum-exp of the logits, fp32, differentiable
-    logprob: Tensor  # log-probability of the label, fp32, differentiable
-    entropy: Tensor  # of the predicted distribution in nats, fp32, differentiable
-    correct: Tensor  # bool: no logit is larger than the label's
-
-
-class Schedule(Protocol):
-    """One way to get the probabilities that backward needs.
-
-    A schedule is a frozen dataclass whose fields are its sizes, planned from facts that all ranks
-    share. It holds no tensors: it is cached, and compared between ranks by its repr.
-    """
-
-    keeps_operands: ClassVar[bool]
-    """Whether backward needs the operands again; they are then saved with the rest."""
-    skips_ignored: ClassVar[bool]
-    """Whether it leaves out tokens behind those that count, as ``skip_ignored`` asks."""
-
-    def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
-        """Return the loss, the metrics in the caller's order, and what backward needs."""
-
-    def backward(self, request: Backward) -> Results:
-        """Return the gradients that the call needs."""
-
-
-@runtime_checkable
-class Compilable(Schedule, Protocol):
-    """A schedule of the loss, which compiled code may take, too."""
-
-    def saved_like(self, call: Call, operands: Operands) -> Saved:
-        """Return uninitialised tensors of the shapes and dtypes that ``forward`` saves."""
-
-
-_registered: dict[str, UnsizedSchedule] = {}
-
-
-def registered(schedule: UnsizedSchedule) -> UnsizedSchedule:
-    """Return the schedule, which operators of compiled code, that take no objects, now find."""
-    return _registered.setdefault(schedule.name, schedule)
-
-
-def schedule_named(name: str) -> UnsizedSchedule | None:
-    return _registered.get(name)
 
 
 @dataclass(frozen=True)

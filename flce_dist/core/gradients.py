@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flce_dist.core.call import Accumulator, Backward, Call, Operands, Results
+from flce_dist.core.call import Call, Operands
 from flce_dist.core.dlogits import Chunk, dlogits, product_of, split_columns
 from flce_dist.core.hidden_gradient import ChunkOfHidden, HiddenGradient
+from flce_dist.core.interface import Accumulator, Backward, Results
 from flce_dist.core.sections import Section
 from flce_dist.kernels import gemm
 from flce_dist.kernels.logits.operands import part_of, rows_of
@@ -19,7 +20,7 @@ from flce_dist.parallel.counted import at_places
 def new_dweight(weight: Tensor, dtype: torch.dtype) -> Accumulator:
     """Return a dweight [V, H] without values, contiguous whatever ``weight`` is."""
     out = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
-    return Accumulator(out, False)
+    return Accumulator(out, adds=False)
 
 
 def row_gradient(

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flce_dist import torch_private
 from flce_dist.arguments.check_tensors import check_tensor
-from flce_dist.core.call import Accumulator, Call
+from flce_dist.core.call import Call
+from flce_dist.core.interface import Accumulator
+from flce_dist.torch_private.engine import backward_id
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,13 @@ class MainGrad:
             _check(main_grad, weight, self.dtype)
         weight.main_grad = main_grad  # as Megatron does: buffers may have been exchanged since
         if not getattr(weight, "overwrite_main_grad", self.buffer is None):
-            return Accumulator(main_grad, True)
+            return Accumulator(main_grad, adds=True)
         # Of several uses in one backward only the first overwrites. A reentrant checkpoint runs a
         # backward of its own, in which the first use overwrites as well.
-        task = torch_private.backward_id()
+        task = backward_id()
         before = getattr(weight, "_main_grad_written_in", None)
         weight._main_grad_written_in = task
-        return Accumulator(main_grad, task == before)
+        return Accumulator(main_grad, adds=task == before)
 
     def closed(self) -> Tensor | None:
         """Mark dweight as added; return what autograd gets, one expanded zero, copied later."""

@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.core.call import Call, Metrics, Operands, gathered_logits
+from flce_dist.core.call import Call, Operands, gathered_logits
+from flce_dist.core.interface import Metrics
 from flce_dist.core.sections import joined, tokens_here
 from flce_dist.kernels.logits.operands import ColumnCache, part_of
 from flce_dist.kernels.logits.target import Target

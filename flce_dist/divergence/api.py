@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
-from flce_dist import torch_private
 from flce_dist.arguments import values
 from flce_dist.arguments.check_tensors import FLOATS, check_tensor
 from flce_dist.arguments.decided_once import checked_options
@@ -19,6 +18,7 @@ from flce_dist.arguments.rank_check import refusals_told, told_if_unbound
 from flce_dist.core.autograd import refuse_tracing
 from flce_dist.divergence.prepare import TeacherArguments, checked_teacher, diverged
 from flce_dist.kernels.divergence.formulas import Measure
+from flce_dist.torch_private.compiling import outside_graphs
 
 _LEAST_BETA = math.nextafter(0.0, 1.0)
 _MOST_BETA = math.nextafter(1.0, 0.0)
@@ -239,5 +239,5 @@ def _diverged(
     teacher = TeacherArguments(
         teacher_hidden, teacher_weight, teacher_bias, teacher_temperature, teacher_rows, of_teacher
     )
-    run = torch_private.outside_graphs(diverged, "linear_divergence")
+    run = outside_graphs(diverged, "linear_divergence")
     return run(function.__name__, student, teacher, measure)

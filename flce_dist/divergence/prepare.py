@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flce_dist import torch_private
 from flce_dist.arguments import values
 from flce_dist.arguments.check_options import check_range
 from flce_dist.arguments.check_tensors import (
@@ -40,6 +39,7 @@ from flce_dist.kernels.divergence.formulas import Measure
 from flce_dist.parallel import collectives
 from flce_dist.parallel.counted import at_places
 from flce_dist.parallel.vocab import largest_shard
+from flce_dist.torch_private.devices import assert_soon
 
 _IGNORED = -100  # label of ignored tokens from here on; that of others is 0
 _NAMED_ALIKE = re.compile(r"\b(hidden|weight|bias|temperature|vocab_range|logit_scale|softcap)\b")
@@ -249,7 +249,7 @@ def _with_rows(arguments: Arguments, rows: Tensor, student: Arguments) -> Argume
     is_here = ((rows >= 0) & (rows < len(weight))).all()
     words = f"teacher_rows must be within this rank's rows [{start}, {start + len(weight)})"
     if rows.is_cuda:
-        torch_private.assert_soon(is_here, words)
+        assert_soon(is_here, words)
     elif not is_here:
         raise ValueError(f"{words}, got {rows.add(start).tolist()[:8]} ...: use teacher_shard")
     return arguments._replace(

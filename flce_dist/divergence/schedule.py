@@ -13,9 +13,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved, gathered_logits
+from flce_dist.core.call import Call, Operands, gathered_logits
 from flce_dist.core.dlogits import Chunk
 from flce_dist.core.gradients import Gradients, new_dweight
+from flce_dist.core.interface import Backward, Outputs, Results, Saved
 from flce_dist.core.sections import (
     Section,
     in_order_of_sections,
@@ -110,24 +111,19 @@ class Divergence:
         pair = self.pair(taken.sections[0], teacher, keeps_logits=True)
         for section, following in with_next(taken.sections):
             T = section.call.T
-            slope_of_section = slope[done : done + T]
+            of_section = slice(done, done + T)
+            slope_of_section = slope[of_section]
+            scale_of_section = None if scale is None else scale[of_section]
             stats_of_section = None if stats is None else stats.tokens(done, done + T)
-            for first, last in ranges(0, T, self.group_t):
-                tokens = (first, last)
-                d = _new_d(section.call, tokens, slope.device)
-                if stats_of_section is None:
-                    size = pair.compare(tokens, slope_of_section, d)
-                else:
-                    size = pair.compute_again(tokens, stats_of_section, slope_of_section, d)
-                factor = None if scale is None else scale[done + first : done + last]
-                chunk = _chunk(tokens, pair.gather, pair.student, d, factor, size)
-                if last == T:
+            for tokens in ranges(0, T, self.group_t):
+                chunk = _group(pair, tokens, slope_of_section, scale_of_section, stats_of_section)
+                if tokens[1] == T:
                     taken.add(pair)
                     del pair  # its logits, and the teacher's hidden states
                     if following is not None:
                         pair = self.pair(following, teacher, keeps_logits=True)
                 gradients.add(chunk, section)
-                del chunk, d  # freed before the next is allocated
+                del chunk  # freed before the next is allocated
             done += T
 
 
@@ -223,6 +219,23 @@ class DivergenceRecomputed(Divergence):
         slope, scale = _factors(call, operands, norm, request.upstream.loss)
         self.add_groups(taken, teacher, gradients, slope, scale, stats)
         return gradients.finished()
+
+
+def _group(
+    pair: Pair,
+    tokens: tuple[int, int],
+    slope: Tensor,
+    scale: Tensor | None,
+    stats: PairStats | None,
+) -> Chunk:
+    """Return the D of tokens of a section, made now with their statistics, or from known ones."""
+    d = _new_d(pair.call, tokens, slope.device)
+    if stats is None:
+        size = pair.compare(tokens, slope, d)
+    else:
+        size = pair.compute_again(tokens, stats, slope, d)
+    factor = None if scale is None else scale[slice(*tokens)]
+    return _chunk(tokens, pair.gather, pair.student, d, factor, size)
 
 
 def _chunk(

@@ -41,7 +41,7 @@ def teacher_shard(
         mine = teacher_shard(teacher_weight, rows, tp_group=tp_group)
     """
     check_tensor("teacher_weight", teacher_weight, FLOATS)
-    check_group(tp_group, False)
+    check_group(tp_group, sequence_parallel=False)
     source = teacher_weight.detach().contiguous()
     if not isinstance(rows, Tensor):
         ends = values.rows("rows", rows)
@@ -59,19 +59,19 @@ def teacher_shard(
     of_ranks = torch.tensor([mine], device=source.device)
     sizes = collectives.gather_tokens(of_ranks, tp_group).tolist()
     out = source.new_empty(len(rows), *source.shape[1:])
-    is_found = torch.zeros_like(rows)
+    has_row = torch.zeros_like(rows)
     start = 0
-    for r in range(P):
-        n, given_start = sizes[r]
-        start = start if given_start < 0 else given_start
-        part = source if r == rank else source.new_empty(n, *source.shape[1:])
+    for rank_of_part in range(P):
+        n, named_start = sizes[rank_of_part]
+        start = start if named_start < 0 else named_start
+        part = source if rank_of_part == rank else source.new_empty(n, *source.shape[1:])
         if tp_group is not None and P > 1 and n:
-            dist.broadcast(part, dist.get_global_rank(tp_group, r), group=tp_group)
+            dist.broadcast(part, dist.get_global_rank(tp_group, rank_of_part), group=tp_group)
         here = (rows >= start) & (rows < start + n)
         out[here] = part[rows[here] - start]
-        is_found |= here
+        has_row |= here
         start += n
-    if not is_found.all():
-        missing = rows[is_found == 0][:8].tolist()
+    if not has_row.all():
+        missing = rows[has_row == 0][:8].tolist()
         raise ValueError(f"rows must be within the teacher's vocabulary, got {missing}")
     return out

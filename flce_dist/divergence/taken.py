@@ -29,9 +29,9 @@ class Taken:
         """Return the metrics [T] of all tokens, in their order, if there are any."""
         if not self.call.options.with_metrics:
             return []
-        numbers = range(len(PairMetrics._fields))
         return [
-            self._in_order([[x[i] for x in found] for _, found in self._pairs]) for i in numbers
+            self._in_order([[chunk[i] for chunk in metrics] for _, metrics in self._pairs])
+            for i in range(len(PairMetrics._fields))
         ]
 
     def all_stats(self) -> PairStats:

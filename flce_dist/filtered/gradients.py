@@ -12,21 +12,21 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from flce_dist import torch_private
 from flce_dist.arguments import values
 from flce_dist.arguments.options import LossOptions
-from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved, registered
+from flce_dist.core.call import Call, Operands
 from flce_dist.core.dlogits import Chunk
-from flce_dist.core.gradients import Gradients, dweight_factor, row_gradient
+from flce_dist.core.gradients import Gradients, row_gradient
+from flce_dist.core.interface import Backward, Outputs, Results, Saved, registered
 from flce_dist.core.statistics import Pass, finished
-from flce_dist.kernels import gemm
 from flce_dist.kernels.filtered import eager
 from flce_dist.kernels.filtered.interface import tile_kernels_of
-from flce_dist.kernels.filtered.tiles import TILE_V, tile_grid
-from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, rows_of
+from flce_dist.kernels.filtered.tiles import tile_grid
+from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits
 from flce_dist.kernels.rows.formulas import TokenStats, root_of_large
 from flce_dist.parallel import collectives
 from flce_dist.schedules.windows import Windows, WindowsSaved, closed
+from flce_dist.torch_private.compiling import constant_in_graphs
 
 
 class FilteredSaved(NamedTuple):
@@ -77,7 +77,7 @@ def schedule(eps: float) -> "Filter":
     return unsized
 
 
-@torch_private.constant_in_graphs  # traced, it would not be registered in time
+@constant_in_graphs  # traced, it would not be registered in time
 def _register(eps: float, name: str) -> None:
     registered(Filter(eps, name))
 
@@ -169,7 +169,9 @@ class Filtered:
         if not request.call.V:
             gradients.add(chunk)
         elif request.call.impl == "triton":
-            _add_tiles(gradients, chunk, kept, mass)
+            from flce_dist.filtered.tile_gradients import add_tiles  # imports Triton
+
+            add_tiles(gradients, chunk, kept, mass)
         else:
             _add_dense(gradients, chunk, kept, mass)
         return closed(gradients, chunk)
@@ -203,78 +205,3 @@ def _add_dense(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -
         rows = rows.half_folded()
     elements = eager.RankOne(logits, total, kept, mass, scale)
     gradients.add(chunk._replace(rows=rows, elements=elements))
-
-
-def _add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) -> None:
-    """Write all gradients: those of kept tiles a round at a time, added to those of the others.
-
-    What needs no hidden comes first, while that is being gathered. The sum of dhidden over ranks
-    overlaps the last dweight GEMM.
-    """
-    call = gradients.call
-    logits = chunk.logits
-    rows = chunk.rows
-    gather = chunk.gather
-    assert logits is not None and rows.scale is not None and gather is not None
-    from flce_dist.kernels.filtered import gpu as kernels  # on demand, as tile_kernels_of
-
-    weight = logits.weight
-    capacity = max(2, chunk.window_v // TILE_V) * len(kept)
-    lists = kernels.tile_lists(kept, capacity)
-    sample = kernels.profile_sample(logits.labels, rows.scale, ignore_index=logits.ignore_index)
-    dbias = None
-    if gradients.dbias is not None:
-        dbias = gradients.dbias[: logits.V]
-        of_tiles = gemm.weighted_row_sum(rows.scale, mass.T)
-    scale_of_d = rows.scale
-    rest = None
-    if call.is_fp16:  # fp16 would flush D times a small one; dhidden is scaled at the end
-        scale_of_d = root_of_large(rows.scale)
-        rest = rows.scale / scale_of_d
-    rows = rows._replace(scale=rest)
-
-    gather.wait()
-    total = kernels.tile_profile(logits, rows.reference, kept, sample)
-    dhidden = gradients.dhidden_of(chunk, rows)
-    scratch = None if dhidden is None else dhidden.scratch
-    profile, means, mass = kernels.rank_one(
-        logits, total, mass, scale_of_d, with_means=dhidden is not None
-    )
-    if dhidden is not None and means is not None:
-        gemm.add_matmul(dhidden.acc, mass.T, means, first=True)
-    if dbias is not None:
-        torch.mul(profile, of_tiles.repeat_interleave(TILE_V)[: logits.V], out=dbias)
-    buffer = kernels.new_kept_buffer(logits, capacity)
-    for turn in range(lists.rounds):
-        d = kernels.kept_dlogits(logits, rows, scale_of_d, lists, turn, out=buffer)
-        if dhidden is not None:
-            kernels.add_kept_dhidden(d, weight, lists, turn, dhidden.acc)
-            if turn == lists.rounds - 1:
-                dhidden.columns_done()
-        if gradients.dweight is not None:
-            if turn == 0:
-                # Ignored rows of gathered hidden may be cleared in place: D of these rows is 0.
-                in_place = rows.scale is None
-                columns = gradients.dweight.shape[1]
-                hidden, row = dweight_factor(call, chunk, rows, in_place, scratch, columns)
-                hbar = hidden.new_empty(len(mass), hidden.shape[1], dtype=call.stats_dtype)
-                gemm.add_matmul(hbar, mass, hidden, first=True)
-            kernels.kept_dweight(
-                d,
-                hidden,
-                lists,
-                turn,
-                profile,
-                hbar,
-                row,
-                out=rows_of(gradients.dweight, 0, logits.V),
-                accumulates=gradients.accumulates,
-            )
-        if dbias is not None:
-            kernels.add_kept_dbias(d, rows.scale, lists, turn, dbias)
-    if dhidden is not None:
-        dhidden.dweight_done()
-    if dbias is not None:
-        if rows.uniform is not None:
-            dbias += rows.uniform.sum()
-        dbias /= call.options.logit_scale

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from flce_dist import torch_private
+from flce_dist.torch_private.modes import hooks_of_all_modules
 
 _FRAMEWORKS = (
     "torch.distributed.fsdp.",
@@ -36,7 +36,7 @@ def reader_of_logits(head: nn.Module, layer: Any) -> str | None:
         for hook in (hook for hooks in kinds for hook in hooks.values()):
             if not _is_of_framework(hook):
                 return f"the hook {_name_of(hook)} is registered on it"
-    for hook in torch_private.hooks_of_all_modules():
+    for hook in hooks_of_all_modules():
         if not _is_of_framework(hook):
             return f"the hook {_name_of(hook)} is registered on all modules"
     return None

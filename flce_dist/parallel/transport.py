@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import torch_private
 from flce_dist.parallel.collectives import (
     CollectiveGather,
     CollectiveScatter,
@@ -22,6 +21,7 @@ from flce_dist.parallel.counted import ChosenTokens, PutBackAndScattered, SumPut
 from flce_dist.parallel.peers.copies import PeerGather, PeerScatter
 from flce_dist.parallel.peers.driver import PeerDriver, number_of_set_up, refuse_capture
 from flce_dist.parallel.peers.memory import PeerMemory
+from flce_dist.torch_private.devices import shares_memory
 
 
 def gather(x: Tensor, group: dist.ProcessGroup | None, places: Tensor | None = None) -> TokenGather:
@@ -99,8 +99,8 @@ def memories_of(group: dist.ProcessGroup, device: torch.device) -> PeerMemories 
     owner, memories = _memories.get(key, (None, None))
     if owner is not group:  # unknown, or destroyed and its name used again
         refuse_capture(
-            torch.cuda.is_current_stream_capturing(),
             "the first call of a group under sequence parallelism",
+            capturing=torch.cuda.is_current_stream_capturing(),
         )
         _forget_destroyed()
         memories = None
@@ -152,7 +152,7 @@ def _all_reach_all(group: dist.ProcessGroup, device: torch.device) -> bool:
     is_willing = (
         os.environ.get("FLCE_DIST_PEER_COPIES", "1") != "0"
         and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
-        and torch_private.shares_memory()
+        and shares_memory()
     )
     of_ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, (host, is_willing, gpus[device.index], reaches), group=group)

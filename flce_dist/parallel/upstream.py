@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import torch_private
 from flce_dist.parallel import collectives
+from flce_dist.torch_private.devices import assert_soon
 
 _WAY_OUT = (
     "a rank that skips backward of a loss, for example where it is not finite, must do so on all "
@@ -48,7 +48,7 @@ def upstream_of_mean(
     serials = messages[:, -1]
     if serial:
         words = f"{function}: ranks run backward of different calls; {_WAY_OUT}"
-        torch_private.assert_soon((serials == serial).all(), words)
+        assert_soon((serials == serial).all(), words)
     if dloss.dim():
         return upstream.reshape(-1) / P
     return dloss.where((upstream == dloss).all(), torch.nan) / P

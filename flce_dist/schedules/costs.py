@@ -6,7 +6,7 @@ T = tokens that are computed, V = rows of the largest even shard, H = hidden siz
 from typing import NamedTuple
 
 from flce_dist.core.call import Needs
-from flce_dist.schedules.choose import Plan
+from flce_dist.schedules.fit import Plan
 from flce_dist.schedules.in_forward import InForward
 
 _TOKEN_BYTES = 64  # of a token's statistics, factors and loss, at most

@@ -7,9 +7,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from flce_dist.core.call import Backward, Call, Metrics, Operands, Results, Saved
+from flce_dist.core.call import Call, Operands
 from flce_dist.core.dlogits import Chunk, Elements
 from flce_dist.core.gradients import Gradients, new_dweight
+from flce_dist.core.interface import Backward, Metrics, Results, Saved
 from flce_dist.core.sections import (
     Section,
     in_order_of_sections,

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce_dist.core.call import Backward, Call, Operands, Results
+from flce_dist.core.call import Call, Operands
+from flce_dist.core.interface import Backward, Results
 from flce_dist.core.sections import tokens_here
 from flce_dist.kernels.rows.formulas import power_of_two
 

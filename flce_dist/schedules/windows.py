@@ -6,9 +6,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from flce_dist.core.call import Backward, Call, Metrics, Operands, Results, Saved, gathered_logits
+from flce_dist.core.call import Call, Operands, gathered_logits
 from flce_dist.core.dlogits import Chunk
 from flce_dist.core.gradients import Gradients, row_gradient
+from flce_dist.core.interface import Backward, Metrics, Results, Saved
 from flce_dist.core.statistics import Pass, finished
 from flce_dist.kernels.logits.operands import ColumnCache, new_window
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats

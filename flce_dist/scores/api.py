@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 from typing_extensions import Unpack
 
-from flce_dist import torch_private
 from flce_dist.arguments import values
 from flce_dist.arguments.check_tensors import FLOATS, check_tensor
 from flce_dist.arguments.decided_once import checked_options
@@ -25,13 +24,14 @@ from flce_dist.arguments.passed import (
 from flce_dist.arguments.prepare import prepare
 from flce_dist.arguments.rank_check import check_alike, refusals_told, told_if_unbound
 from flce_dist.core.autograd import differentiable, refuse_tracing
-from flce_dist.core.call import Schedule
-from flce_dist.schedules.choose import Plan
+from flce_dist.core.interface import Schedule
+from flce_dist.schedules.fit import Plan
 from flce_dist.schedules.in_forward import InForward
 from flce_dist.scores.ids import check_ids, ids_in_order
 from flce_dist.scores.in_forward import OverVocabularyInForward
 from flce_dist.scores.over_ids import OverIds
 from flce_dist.scores.over_vocabulary import OverVocabulary
+from flce_dist.torch_private.compiling import outside_graphs
 
 
 class TokenScores(NamedTuple):
@@ -126,7 +126,7 @@ def linear_logprob(
         check_tensor("hidden", hidden, FLOATS)
     stand_in = torch.empty((), dtype=torch.int64, device=hidden.device)
     arguments = Arguments(hidden, weight, stand_in, bias, None, temperature, checked, tp_group)
-    scored = torch_private.outside_graphs(_scored, "linear_logprob")
+    scored = outside_graphs(_scored, "linear_logprob")
     return scored(arguments, ids, offsets, over)
 
 

@@ -6,10 +6,10 @@ T = tokens on the tensor-parallel group, N = ids of all of them, K = ids of each
 import torch
 from torch import Tensor
 
-from flce_dist import torch_private
 from flce_dist.arguments.check_tensors import check_tensor
 from flce_dist.arguments.prepare import check_temperatures
 from flce_dist.kernels.ids.token_ids import are_cut
+from flce_dist.torch_private.devices import assert_soon
 
 _INTEGERS = (torch.int64, torch.int32)
 
@@ -57,7 +57,7 @@ def check_ids(ids: Tensor, offsets: Tensor, inverse: Tensor | None, vocab_size: 
     temperatures by ``logits_at_ids``.
     """
     if ids.is_cuda:
-        torch_private.assert_soon(are_cut(ids, offsets), "offsets must rise from 0 to all ids")
+        assert_soon(are_cut(ids, offsets), "offsets must rise from 0 to all ids")
         return
     bad = (ids < -1) | (ids >= vocab_size)
     if bad.any():

@@ -12,9 +12,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved
+from flce_dist.core.call import Call, Operands
 from flce_dist.core.gradients import Gradients
 from flce_dist.core.hidden_gradient import new_dhidden
+from flce_dist.core.interface import Backward, Outputs, Results, Saved
 from flce_dist.core.sections import tokens_here, whole
 from flce_dist.kernels.ids.token_ids import TokenIds
 from flce_dist.kernels.logits.operands import ShardLogits, rows_of

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flce_dist.core.call import Call, Operands, Outputs
+from flce_dist.core.call import Call, Operands
+from flce_dist.core.interface import Outputs
 from flce_dist.core.statistics import Pass
 from flce_dist.kernels.ids.token_ids import TokenIds
 from flce_dist.kernels.rows.formulas import TokenStats

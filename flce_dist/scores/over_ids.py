@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved
+from flce_dist.core.call import Call, Operands
 from flce_dist.core.gradients import Gradients
+from flce_dist.core.interface import Backward, Outputs, Results, Saved
 from flce_dist.kernels.ids.token_ids import TokenIds, entries_by_id
 from flce_dist.kernels.logits.operands import rows_of
 from flce_dist.parallel import collectives, transport

@@ -9,7 +9,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from flce_dist.core.call import Backward, Call, Operands, Outputs, Results, Saved, Upstream
+from flce_dist.core.call import Call, Operands, Upstream
+from flce_dist.core.interface import Backward, Outputs, Results, Saved
 from flce_dist.core.statistics import Pass
 from flce_dist.kernels.ids.token_ids import TokenIds
 from flce_dist.kernels.logits.operands import ColumnCache

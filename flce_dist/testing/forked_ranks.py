@@ -29,8 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flce_dist import torch_private
 from flce_dist.arguments import values
+from flce_dist.torch_private.groups import forget_groups
 
 _GRACE_S = 0.2  # a rank that dies causes errors in others, which may be seen before its exit code
 _ENDING_S = 1.0  # for threads that were joined; of others nobody knows when they end
@@ -222,7 +222,7 @@ def _start_rank(rank: int, world_size: int, folder: Path, timeout_s: float, clos
     torch.set_num_threads(1)  # and no OpenMP region: its threads did not survive the fork
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ["GLOO_SOCKET_IFNAME"] = loopback
-    torch_private.forget_groups()
+    forget_groups()
     # The caller's own timeout comes first and names every rank that is late.
     timeout = timedelta(seconds=2 * timeout_s)
     store = f"file://{folder}/store"

@@ -13,15 +13,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import torch_private
 from flce_dist.arguments import values
 from flce_dist.testing.forked_ranks import RankFailed, RankPool, checked_timeout, unfinished
+from flce_dist.torch_private.groups import threaded_group, threaded_world
 
 Result = TypeVar("Result")
 
@@ -29,7 +29,7 @@ _BACKEND = "flce_threads"
 _ALLREDUCE = dist.AllreduceOptions()
 _BROADCAST = dist.BroadcastOptions()
 _REDUCE_SCATTER = dist.ReduceScatterOptions()
-_Group: Any = torch_private.threaded_group()
+_Group: Any = threaded_group()
 _one_world = threading.Lock()  # the threads' world replaces torch's, which is global
 _this_rank = threading.local()  # .meeting: the one of this thread's world
 
@@ -154,61 +154,79 @@ def _run_threads(fn: Callable[[Any], Result], world_size: int, timeout_s: float)
     # The first exponentials of a process, made by two threads at once, had errors of 4e-6 in 4 of
     # 30 processes on an Intel CPU (torch 2.11); after this line in none of 40.
     torch.ones(1024).exp()
-    meeting = _Meeting()
-    store = dist.HashStore()
-    results: dict[int, Result] = {}
-    errors: list[tuple[int, BaseException]] = []
-    have_begun = [threading.Event() for _ in range(world_size)]
-    modes = _modes_of_caller()
-
-    def rank_main(rank: int) -> None:
-        _this_rank.meeting = meeting
-        how = "has returned"
-        timeout = timedelta(seconds=timeout_s)
-        try:
-            try:
-                dist.init_process_group(
-                    _BACKEND, rank=rank, world_size=world_size, store=store, timeout=timeout
-                )
-            finally:
-                have_begun[rank].set()
-            with ExitStack() as entered:
-                modes(entered)
-                results[rank] = fn(dist.group.WORLD)
-        except BaseException as error:
-            how = f"has raised {type(error).__name__}"
-            errors.append((rank, error))
-        meeting.leave(rank, how)
-
-    with _one_world, torch_private.threaded_world(ThreadedGroup):
+    run = _ThreadedRun(fn, world_size, timeout_s)
+    with _one_world, threaded_world(ThreadedGroup):
         excepthook = sys.excepthook  # each init_process_group wraps it once more
         try:
-            threads = [
-                threading.Thread(target=rank_main, args=(rank,), daemon=True)
-                for rank in range(world_size)
-            ]
-            for thread in threads:
-                thread.start()
-            # A rank that makes its default group later, without this world, makes the process's.
-            for begun in have_begun:
-                begun.wait()
-            deadline = time.monotonic() + timeout_s
-            for thread in threads:
-                thread.join(max(0.0, deadline - time.monotonic()))
-            stuck = {r: _stack(thread) for r, thread in enumerate(threads) if thread.is_alive()}
+            stuck = run.finish()
         finally:
             sys.excepthook = excepthook
-
-    if errors:
+    if run.errors:
         # The first error of a rank that did not merely wait for one that had ended.
-        rank, error = min(list(errors), key=lambda item: isinstance(item[1], _PeerGone))
+        rank, error = min(list(run.errors), key=lambda item: isinstance(item[1], _PeerGone))
         report = "".join(traceback.format_exception(error))
         raise error from RankFailed(f"rank {rank} of {world_size} raised\n{report}")
     if stuck:
         for rank in stuck:
-            meeting.leave(rank, "has timed out")  # wakes the ranks that wait for each other
+            run.meeting.leave(rank, "has timed out")  # wakes the ranks that wait for each other
         raise TimeoutError(unfinished(world_size, stuck, timeout_s))
-    return [results[rank] for rank in range(world_size)]
+    return [run.results[rank] for rank in range(world_size)]
+
+
+class _ThreadedRun(Generic[Result]):
+    """One call of ``fn`` on each rank, a thread of its own."""
+
+    def __init__(self, fn: Callable[[Any], Result], world_size: int, timeout_s: float) -> None:
+        self.meeting = _Meeting()
+        self.results: dict[int, Result] = {}  # by rank
+        self.errors: list[tuple[int, BaseException]] = []  # with their ranks, the first one first
+        self._fn = fn
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self._store = dist.HashStore()
+        self._have_begun = [threading.Event() for _ in range(world_size)]
+        self._enter_modes = _modes_of_caller()
+
+    def finish(self) -> dict[int, str]:
+        """Run all ranks until they end or time is out; return where those are that did not end."""
+        threads = [
+            threading.Thread(target=self._run_rank, args=(rank,), daemon=True)
+            for rank in range(self._world_size)
+        ]
+        for thread in threads:
+            thread.start()
+        # A rank that makes its default group later, without this world, makes the process's.
+        for begun in self._have_begun:
+            begun.wait()
+        deadline = time.monotonic() + self._timeout_s
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return {rank: _stack(thread) for rank, thread in enumerate(threads) if thread.is_alive()}
+
+    def _run_rank(self, rank: int) -> None:
+        _this_rank.meeting = self.meeting
+        how = "has returned"
+        try:
+            self._join_world(rank)
+            with ExitStack() as entered:
+                self._enter_modes(entered)
+                self.results[rank] = self._fn(dist.group.WORLD)
+        except BaseException as error:
+            how = f"has raised {type(error).__name__}"
+            self.errors.append((rank, error))
+        self.meeting.leave(rank, how)
+
+    def _join_world(self, rank: int) -> None:
+        try:
+            dist.init_process_group(
+                _BACKEND,
+                rank=rank,
+                world_size=self._world_size,
+                store=self._store,
+                timeout=timedelta(seconds=self._timeout_s),
+            )
+        finally:
+            self._have_begun[rank].set()
 
 
 def _modes_of_caller() -> Callable[[ExitStack], None]:

@@ -119,7 +119,7 @@ def _kept_dweight_kernel(
         if ACCUMULATES:
             # Not the GEMM's first value: tensor cores truncate, and a sum over many microbatches
             # would drift towards 0.
-            add_tile(out, acc, start_v, start_h, V, H, stride_out_v, True)
+            add_tile(out, acc, start_v, start_h, V, H, stride_out_v, ADDS=True)
         else:
             store_tile(out, acc, start_v, start_h, V, H, stride_out_v, BLOCK_V, BLOCK_H, TMA_OUT)
 

@@ -65,22 +65,22 @@ def _statistics(z_ptr, ids_ptr, begin, end, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _with_rest(reference_ptr, others_ptr, weighted_ptr, t, top_logit, others, weighted):
+def _with_unnamed(reference_ptr, others_ptr, weighted_ptr, t, top_logit, others, weighted):
     """Return r, S, the top entry's exponential, the sum of ``exp(x) x``, U and log U."""
     if others_ptr is None:
         reference = finite(top_logit)
         return reference, others, exp(top_logit - reference), weighted, 0.0, 0.0
     else:
-        rest = tl.load(others_ptr + t)
+        sum_unnamed = tl.load(others_ptr + t)
         # Without any U, top_logit may lie far below its reference.
-        given = tl.where(rest == 0.0, top_logit, tl.load(reference_ptr + t))
-        reference = finite(tl.maximum(given, top_logit))
+        reference_unnamed = tl.where(sum_unnamed == 0.0, top_logit, tl.load(reference_ptr + t))
+        reference = finite(tl.maximum(reference_unnamed, top_logit))
         above = top_logit - reference
-        change = given - reference
+        change = reference_unnamed - reference
         e_top = exp(above)
         factor = exp(change)
-        unnamed = rest * factor  # U may underflow
-        log_unnamed = tl.log(rest) + change
+        unnamed = sum_unnamed * factor  # U may underflow
+        log_unnamed = tl.log(sum_unnamed) + change
         if weighted_ptr is not None:  # x of a named id is that of the set, and above
             weighted = tl.where(e_top == 0.0, 0.0, e_top * (weighted + (1 + others) * above))
             weighted += factor * tl.load(weighted_ptr + t) + unnamed * change
@@ -100,7 +100,7 @@ def _set_scores_kernel(
     begin = tl.load(offsets_ptr + t)
     end = tl.load(offsets_ptr + t + 1)
     top_logit, in_set, weighted = _statistics(z_ptr, ids_ptr, begin, end, BLOCK_N)
-    reference, others, e_top, weighted, unnamed, log_unnamed = _with_rest(
+    reference, others, e_top, weighted, unnamed, log_unnamed = _with_unnamed(
         reference_ptr, others_ptr, weighted_ptr, t, top_logit, in_set, weighted
     )
     below = log1p(others + (e_top - 1))

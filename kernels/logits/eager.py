@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flce_dist import torch_private
 from flce_dist.kernels import gemm
 from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.logits.target import NamedIds
 from flce_dist.kernels.rows.formulas import FAR, softcap_grad
+from flce_dist.torch_private.devices import assert_soon
 
 SCRATCH_BYTES = 8 << 20  # of one [T, W] temporary; a handful live at once
 
@@ -17,7 +17,7 @@ SCRATCH_BYTES = 8 << 20  # of one [T, W] temporary; a handful live at once
 def assert_in_vocabulary(labels: Tensor, counted: Tensor, vocab_size: int) -> None:
     """Assert on the device that labels are within [0, vocab_size) where they are counted."""
     in_vocabulary = (labels >= 0) & (labels < vocab_size)
-    torch_private.assert_soon(
+    assert_soon(
         (in_vocabulary | ~counted).all(), "labels must be within [0, vocab_size) or ignore_index"
     )
 

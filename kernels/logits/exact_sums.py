@@ -73,16 +73,16 @@ def slice_in(x, bin, HEADROOM: tl.constexpr):
 def slice_sums(terms, bin, GROUP_V: tl.constexpr, LIMBS: tl.constexpr):
     """Limbs ``(high, middle, low)``, [T] fp64, of fp32 terms [N, T]; middle is 0 if LIMBS is 2."""
     HEADROOM: tl.constexpr = headroom(GROUP_V, LIMBS)
-    rest = terms.to(tl.float64)
-    part = slice_in(rest, bin[None, :], HEADROOM)
+    remainder = terms.to(tl.float64)
+    part = slice_in(remainder, bin[None, :], HEADROOM)
     high = tl.sum(part, axis=0)
-    rest -= part
+    remainder -= part
     middle = high * 0.0
     if LIMBS == 3:
-        part = slice_in(rest, bin[None, :] - 1, HEADROOM)
+        part = slice_in(remainder, bin[None, :] - 1, HEADROOM)
         middle = tl.sum(part, axis=0)
-        rest -= part
-    low = tl.sum(slice_in(rest, bin[None, :] - (LIMBS - 1), HEADROOM), axis=0)
+        remainder -= part
+    low = tl.sum(slice_in(remainder, bin[None, :] - (LIMBS - 1), HEADROOM), axis=0)
     return high, middle, low
 
 

@@ -164,8 +164,8 @@ def _linear_stats_kernel(
             _store_sums(sums_ptr + plane, ex, pid_v, T, offs_t, mask_t, counted, GROUP_V)
         if WITH_SUM_Z:
             # Not of x: a bias of -inf makes this sum -inf, an excluded column does not.
-            other = (offs_v[None, :] != column[:, None]) & (offs_v < V)[None, :]
-            z_above = tl.where(other, z_above, 0.0)
+            is_other = (offs_v[None, :] != column[:, None]) & (offs_v < V)[None, :]
+            z_above = tl.where(is_other, z_above, 0.0)
             sums_ptr += (1 + WITH_ENTROPY) * plane
             _store_sums(sums_ptr, z_above, pid_v, T, offs_t, mask_t, counted, GROUP_V)
         if cache is not None:

@@ -113,13 +113,13 @@ def _named_tiles_kernel(
         tile = column // BLOCK_V
         is_first = (column >= 0) & (column < V) & ((last < 0) | (last // BLOCK_V < tile))
         next_id = vocab_start_index + tl.minimum((tile + 1) * BLOCK_V, V)
-        found = first_entry(ids_ptr, n, end - start, end, next_id)
-        second = tl.load(ids_ptr + n + 1, mask=is_first & (found > n + 1), other=-1)
+        next_n = first_entry(ids_ptr, n, end - start, end, next_id)
+        second = tl.load(ids_ptr + n + 1, mask=is_first & (next_n > n + 1), other=-1)
         second = tl.where(second < 0, 0xFFFF, second - vocab_start_index - tile * BLOCK_V)
         in_tile = (second << 48) | ((column - tile * BLOCK_V) << 32) | n
         tl.store(tiles_ptr + tile * T + t, in_tile, mask=is_first)
         most_ptrs = most_ptr + tile * tl.cdiv(T, BLOCK_T) + t // BLOCK_T
-        tl.atomic_max(most_ptrs, (found - n).to(tl.int32), mask=is_first, sem="relaxed")
+        tl.atomic_max(most_ptrs, (next_n - n).to(tl.int32), mask=is_first, sem="relaxed")
 
 
 def named_tiles(

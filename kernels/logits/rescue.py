@@ -154,14 +154,14 @@ def _rescue_kernel(
         others_max = tl.load(max_ptr + offs_t, mask=listed, other=0.0)
         reference = rescued_reference(label_logit, others_max)
         offs_v = start_v + tl.arange(0, BLOCK_V)
-        x = other_columns(z - reference[:, None], column, offs_v, V, False)
+        x = other_columns(z - reference[:, None], column, offs_v, V, EVEN_V=False)
         if named is not None:
             ids_ptr, begin_ptr, end_ptr = named
             begin = tl.load(begin_ptr + offs_t, mask=listed, other=0)
             end = tl.load(end_ptr + offs_t, mask=listed, other=0)
             for i in range(0, tl.max(end - begin, axis=0)):
                 column_i = named_column(ids_ptr, begin + i, end, vocab_start_index, V)
-                x = other_columns(x, column_i, offs_v, V, True)
+                x = other_columns(x, column_i, offs_v, V, EVEN_V=True)
         e = exp(x)
         _add_limbs(sums_ptr, stride_sums, offs_t, listed, e, GROUP_V, 2)
         if WITH_ENTROPY:

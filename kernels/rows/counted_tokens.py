@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flce_dist import torch_private
+from flce_dist.torch_private.devices import assert_soon
 
 
 def counts(labels: Tensor, token_weight: Tensor | None, ignore_index: int) -> Tensor:
@@ -26,9 +26,7 @@ def counted_tokens(
     t = torch.arange(len(labels), device=labels.device)
     ordinal = counted.cumsum(0)
     to = torch.where(counted, ordinal - 1, len(labels) - 1 - t + ordinal)
-    torch_private.assert_soon(
-        (ordinal <= T).all(), "max_counted must be at least the tokens that count"
-    )
+    assert_soon((ordinal <= T).all(), "max_counted must be at least the tokens that count")
     places = torch.empty_like(t).scatter_(0, to, t)[:T]
     labels = labels.where(counted, ignore_index)[places]
     if token_weight is not None:

@@ -101,7 +101,8 @@ def take_profile(
         if event.device_type == DeviceType.CUDA
         and not (event.is_user_annotation or event.name.startswith("nccl:"))
     ]
-    counted = [x for one in by_call(activities, 1 + calls)[1:] for x in one]
+    later_calls = by_call(activities, 1 + calls)[1:]
+    counted = [x for of_call in later_calls for x in of_call]
     return profile_of(counted, calls) if counted else profile_of(activities, 1 + calls)
 
 
@@ -155,11 +156,11 @@ def covered(activities: Iterable[Activity]) -> float:
 
 def by_call(activities: list[Activity], calls: int) -> list[list[Activity]]:
     """Return what each call ran, by start; [] if they did not launch the same number."""
-    each, rest = divmod(len(activities), calls)
-    if rest or not activities:
+    per_call, left_over = divmod(len(activities), calls)
+    if left_over or not activities:
         return []
     ordered = sorted(activities, key=lambda x: x.start_us)
-    return [ordered[i : i + each] for i in range(0, len(ordered), each)]
+    return [ordered[i : i + per_call] for i in range(0, len(ordered), per_call)]
 
 
 def describe(profile: Profile) -> str:

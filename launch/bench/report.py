@@ -28,6 +28,7 @@ GRADIENT_BUDGET = 2e-2
 with filter_eps."""
 TIMES_EAGER = 3.0
 LEAST_GRADIENT_BUDGET = 1e-5
+_NOT_INSTALLED = f"{NotInstalled.__name__}: "  # in messages of such runs
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Record:
 
     @property
     def not_installed(self) -> bool:
-        return self.status == "error" and f"{NotInstalled.__name__}: " in (self.message or "")
+        return self.status == "error" and _NOT_INSTALLED in (self.message or "")
 
     @property
     def run(self) -> RunSpec:
@@ -190,6 +191,15 @@ def table(records: list[Record]) -> Table:
             made.add_section()
         values = [(getattr(record, field), form) for _, field, form in columns]
         cells = ["" if value is None else format(value, form) for value, form in values]
-        complaint = f"[red]{record.status}: {escape((record.message or '')[:120])}[/]"
-        made.add_row(escape(record.run.name), *cells, "" if record.status == "ok" else complaint)
+        made.add_row(escape(record.run.name), *cells, _last_cell(record))
     return made
+
+
+def _last_cell(record: Record) -> str:
+    """Say what is wrong with a run, in red, or that its package is not there, which is not."""
+    message = (record.message or "")[:120]
+    if record.status == "ok":
+        return ""
+    if record.not_installed:
+        return escape(message.partition(_NOT_INSTALLED)[2])
+    return f"[red]{record.status}: {escape(message)}[/]"

@@ -53,8 +53,8 @@ def panels(heights: dict[str, float], width: float) -> tuple[Figure, list[Axes]]
 
 
 def label_of(run: str) -> str:
-    impl, *rest = run.replace(" SP", "").split(maxsplit=1)
-    return " ".join((NAMES.get(impl, impl.replace("_", " ")), *rest)).rstrip(",")
+    impl, *words = run.replace(" SP", "").split(maxsplit=1)
+    return " ".join((NAMES.get(impl, impl.replace("_", " ")), *words)).rstrip(",")
 
 
 def name_rows(axes: Axes, runs: Sequence[str], **style: Any) -> None:
@@ -216,13 +216,13 @@ def best(records: list[Record]) -> Figure | None:
         times = {(r.impl, r.best, r.ids): r.ratio for r in of_shape if r.ratio is not None}
         for impl in OURS:
             line = {
-                float(k): y for (of, what, k), y in times.items() if (of, what) == (impl, "top_k")
+                float(k): y for (of, kind, k), y in times.items() if (of, kind) == (impl, "top_k")
             }
             if len(line) < 2:
                 continue
             drawn[shape] = {"best ids": line}
-            for name, what in (("the loss", None), ("ranks", "rank"), ("samples", "sample")):
-                if (y := times.get((impl, what, 1))) is not None:
+            for name, kind in (("the loss", None), ("ranks", "rank"), ("samples", "sample")):
+                if (y := times.get((impl, kind, 1))) is not None:
                     drawn[shape][name] = {min(line): y, max(line): y}
     figure = _against(drawn, "Time of the best ids against their number", "log")
     for axes in figure.axes if figure else ():

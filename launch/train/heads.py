@@ -44,11 +44,11 @@ def main(arguments: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--out", type=Path, required=True, help="without .json")
-    found, of_train = parser.parse_known_args(arguments)
-    path = found.out.with_name(f"{found.out.name}.json")
+    own, of_train = parser.parse_known_args(arguments)
+    path = own.out.with_name(f"{own.out.name}.json")
     check_writable(path)
     runs = {
-        name: [*of_train, *how, "--out-dir", f"{found.out / name}"] for name, how in HEADS.items()
+        name: [*of_train, *how, "--out-dir", f"{own.out / name}"] for name, how in HEADS.items()
     }
     for of_run in runs.values():
         if load_config(of_run).steps <= WARM_UP:
@@ -59,10 +59,10 @@ def main(arguments: list[str] | None = None) -> int:
         status = subprocess.run(command).returncode
         if status:
             return status
-    of_runs = {name: _facts(found.out / name) for name in runs}
+    of_runs = {name: _facts(own.out / name) for name in runs}
     about = {key: x for key, x in of_runs["cached"].items() if key not in ("command", "config")}
     about["command"] = shlex.join(["python", "-m", "flce_dist.launch.train.heads", *arguments])
-    records = [_record(name, of_runs[name], found.out / name) for name in runs]
+    records = [_record(name, of_runs[name], own.out / name) for name in runs]
     write_json(path, {"about": about, "records": records})
     for record in records:
         print(

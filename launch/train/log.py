@@ -45,8 +45,8 @@ class RunLog:
         )
         if cut:
             lines = "line" if cut == 1 else "lines"
-            what = f"{cut} {lines} beyond step {step}, or damaged,"
-            self.say(f"{what} moved from {self.path} to {CUT}")
+            moved = f"{cut} {lines} beyond step {step}, or damaged,"
+            self.say(f"{moved} moved from {self.path} to {CUT}")
 
     def train(self, step: int, **values: float) -> None:
         """Record one training step; ``loss`` and ``tokens_per_s`` show in the bar."""

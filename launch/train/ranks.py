@@ -120,10 +120,10 @@ def say(message: str) -> None:
 
 
 @contextmanager
-def said(what: str) -> Iterator[None]:
-    """Let rank 0 print ``what`` before it starts, and afterwards how long it took."""
+def said(task: str) -> Iterator[None]:
+    """Let rank 0 print the task before it starts, and afterwards how long it took."""
     start = time.perf_counter()
     tell = say if dist.get_rank() == 0 else lambda message: None
-    tell(f"{what} ...")
+    tell(f"{task} ...")
     yield
-    tell(f"{what}: {time.perf_counter() - start:.1f} s")
+    tell(f"{task}: {time.perf_counter() - start:.1f} s")

@@ -17,8 +17,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -40,7 +40,8 @@ from flce_dist.launch.process_group import (
 )
 from flce_dist.launch.ranges import SEED, SIZE
 from flce_dist.launch.verify import cases
-from flce_dist.launch.verify.checks import inputs_and_truths, run_case
+from flce_dist.launch.verify.checks import Truth, inputs_and_truths, run_case
+from flce_dist.launch.verify.data import Data
 from flce_dist.launch.verify.report import Record, summary, table, worst_case, worst_of_ranks
 from flce_dist.launch.write import check_writable, write_json
 from flce_dist.launch.yaml_config import check_ranges, require
@@ -131,18 +132,29 @@ def _tables(
                 )
                 for case in of_variant:
                     progress.update(bar, description=f"{dtype} {variant.name}: {case.name}")
-                    try:
-                        expected = truth(case.metric_gradients, case.filter_eps)
-                        checks = run_case(case, data, expected, tp_group, settings.impl)
-                        record = Record(dtype, shape, case, checks)
-                    except Exception as error:  # must not hide the other cases
-                        failure = f"{type(error).__name__}: {error}"
-                        record = Record(dtype, shape, case, {}, failure)
-                    failures(record.failure and f"{record.where}: {record.failure}", tp_group)
-                    records.append(record)
+                    record = Record(dtype, shape, case, {})
+                    records.append(_checked(record, data, truth, tp_group, settings.impl))
                     progress.advance(bar)
             if records:
                 yield records
+
+
+def _checked(
+    record: Record,
+    data: Data,
+    truth: Callable[[bool, float | None], Truth],
+    tp_group: Group,
+    impl: Impl | None,
+) -> Record:
+    """Return the record with the checks of its case, or with the error that hides no other case."""
+    case = record.case
+    try:
+        expected = truth(case.metric_gradients, case.filter_eps)
+        record = replace(record, checks=run_case(case, data, expected, tp_group, impl))
+    except Exception as error:
+        record = replace(record, failure=f"{type(error).__name__}: {error}")
+    failures(record.failure and f"{record.where}: {record.failure}", tp_group)
+    return record
 
 
 def _grid(

@@ -51,20 +51,20 @@ def check_best(results: dict[str, Tensor], data: Data, options: dict[str, Any]) 
     assert ids is not None and logprob is not None and lse is not None
     assert label_logprob is not None
     by_id = torch.empty_like(logprob).scatter_(1, ids, logprob)
-    found = {name: x[counted] for name, x in results.items()}
-    k = found["ids"].shape[1]
-    drawn = found["drawn"]
+    of_counted = {name: x[counted] for name, x in results.items()}
+    k = of_counted["ids"].shape[1]
+    drawn = of_counted["drawn"]
     errors = {
-        "logprob": relative_rms(found["logprob"], logprob[:, :k]),
-        "ids": relative_rms(by_id.gather(1, found["ids"]), logprob[:, :k]),
-        "lse": relative_rms(found["lse"], lse),
-        "drawn": relative_rms(found["drawn_logprob"], by_id.gather(1, drawn[:, None])[:, 0]),
-        "label_logprob": relative_rms(found["label_logprob"], label_logprob),
+        "logprob": relative_rms(of_counted["logprob"], logprob[:, :k]),
+        "ids": relative_rms(by_id.gather(1, of_counted["ids"]), logprob[:, :k]),
+        "lse": relative_rms(of_counted["lse"], lse),
+        "drawn": relative_rms(of_counted["drawn_logprob"], by_id.gather(1, drawn[:, None])[:, 0]),
+        "label_logprob": relative_rms(of_counted["label_logprob"], label_logprob),
     }
     checks = {name: ErrorBudget(error, BUDGET) for name, error in errors.items()}
     least, most = ((by_id > label_logprob[:, None] + nats).sum(1) for nats in (NATS, -NATS))
-    is_right = (found["label_rank"] >= least) & (found["label_rank"] < most)
-    is_right &= (found["ids"].sort(1).values.diff() > 0).all(1)
+    is_right = (of_counted["label_rank"] >= least) & (of_counted["label_rank"] < most)
+    is_right &= (of_counted["ids"].sort(1).values.diff() > 0).all(1)
     of_ignored = [(x[~counted] != -1).sum() for x in (results["ids"], results["label_rank"])]
     checks["places"] = ErrorBudget(float((~is_right).sum() + sum(of_ignored)), 0.0)
     return checks

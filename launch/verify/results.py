@@ -88,7 +88,9 @@ def results_of_textbook(
     if variant.divergence is not None:
         theirs: dict[str, Any] = {name: x.to(dtype) for name, x in data.teacher.items()}
         outputs = reference_linear_divergence(labels=data.labels, **leaves, **theirs, **options)
-        results = _differentiate(outputs, leaves, data, False, _DIVERGENCE_NAMES)
+        results = _differentiate(
+            outputs, leaves, data, metric_gradients=False, names=_DIVERGENCE_NAMES
+        )
         return {**results, "lse": _lse(leaves, data, options)}
     operands = leaves
     if variant.low_rank:

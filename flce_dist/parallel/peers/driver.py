@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist import torch_private
+from flce_dist.torch_private.devices import current_stream, shared_memory
+from flce_dist.torch_private.groups import store_of, timeout_of
 
 _MOST_VIEWS = 64  # of a block
 _WAIT_VALUE_32 = 1  # of cuda.h
@@ -30,7 +31,7 @@ class Block:
     def __init__(self, nbytes: int, device: torch.device, group: Any):
         self.nbytes = nbytes
         self.in_graph = False  # whether a CUDA graph of some rank uses it
-        self._memory, self._handle = torch_private.shared_memory(nbytes, device, group)
+        self._memory, self._handle = shared_memory(nbytes, device, group)
         self._views: dict[Any, Tensor] = {}
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -73,7 +74,7 @@ def number_of_set_up(group: dist.ProcessGroup) -> int:
     Rank 0 counts for all: ranks' own counts would differ once one of them has failed.
     """
     is_first = dist.get_rank(group) == 0
-    number = torch_private.store_of(group).add("flce_dist", 1) if is_first else 0
+    number = store_of(group).add("flce_dist", 1) if is_first else 0
     numbers: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(numbers, number, group=group)
     return numbers[0]
@@ -86,16 +87,16 @@ class PeerDriver:
         self.rank = dist.get_rank(group)
         self.where = f"rank {self.rank} of group {group.group_name} on {device}"
         # Ranks wait for each other as long as the group's collectives may.
-        self.limit_s = torch_private.timeout_of(group, device).total_seconds()
+        self.limit_s = timeout_of(group, device).total_seconds()
         self._device = device
         self._group_name = group.group_name
-        store = torch_private.store_of(group)
+        store = store_of(group)
         self._store = dist.PrefixStore(f"flce_dist/{keys}", store)
         self._meetings = 0
         self._side_streams: list[torch.cuda.Stream] = []  # which must outlive their handles
 
     def current_stream(self) -> int:
-        return torch_private.current_stream(self._device)
+        return current_stream(self._device)
 
     def side_stream(self) -> int:
         self._side_streams.append(torch.cuda.Stream(self._device, priority=-1))
@@ -215,9 +216,9 @@ def _check(status: int, function: Any, arguments: Any) -> None:
         raise RuntimeError(f"{function.__name__} of the CUDA driver: {error}")
 
 
-def refuse_capture(capturing: bool, what: str) -> None:
+def refuse_capture(action: str, *, capturing: bool) -> None:
     if capturing:
         raise RuntimeError(
-            f"{what}: not possible while a CUDA graph is captured; "
+            f"{action}: not possible while a CUDA graph is captured; "
             "run the same call once before the capture"
         )

@@ -208,25 +208,26 @@ class PeerMemory:
                 "replayed: end the capture and start a new one"
             )
         if self._capture == 0:
-            refuse_capture(capture != 0, "recovery from a call that raised")
+            refuse_capture("recovery from a call that raised", capturing=capture != 0)
             self._meet("recovers from a call that raised")
             self._reset_flags()
         self._capture = None
 
     def _grow(self, nbytes: int, capture: int) -> None:
-        refuse_capture(capture != 0, f"a block of {nbytes:,} bytes that other ranks can read")
+        action = f"a block of {nbytes:,} bytes that other ranks can read"
+        refuse_capture(action, capturing=capture != 0)
         self._meet(f"takes {nbytes:,} bytes")
         self._blocks = [block for block in self._blocks if block.in_graph]
         pages = max(1, -(-nbytes // _PAGE))
         self._blocks.append(self._driver.shared(pages * _PAGE))
 
-    def _meet(self, what: str) -> None:
+    def _meet(self, action: str) -> None:
         """Wait until all ranks are here for the same reason and their GPUs are idle.
 
         They also learn which blocks some rank's graph uses, so that all keep the same ones.
         """
         in_graph = [block.in_graph for block in self._blocks]
-        of_ranks = self._driver.meet(f"{what} for {self._holds}", in_graph)
+        of_ranks = self._driver.meet(f"{action} for {self._holds}", in_graph)
         reasons = [reason for reason, _ in of_ranks]
         if len(set(reasons)) > 1:
             differing = "; ".join(f"rank {rank} {reason}" for rank, reason in enumerate(reasons))
@@ -244,11 +245,11 @@ class PeerMemory:
     def _flag(self, rank: int, kind: int, who: int) -> int:
         return self._flags.address(rank) + 4 * (kind * self.P + who)
 
-    def _wait_and_clear(self, kind: int, what: str) -> Any:
+    def _wait_and_clear(self, kind: int, purpose: str) -> Any:
         """Return operations that wait for the peers' flags on this rank, then clear them."""
         driver = self._driver
         flags = [self._flag(self.rank, kind, rank) for rank in self.peers]
-        wait = Wait(driver.host_words(2), driver.limit_s, driver.where, f"other ranks {what}")
+        wait = Wait(driver.host_words(2), driver.limit_s, driver.where, f"other ranks {purpose}")
         watch(wait)
         self._waits.append(wait)
         return driver.batch(

@@ -23,11 +23,11 @@ class Wait:
     WAITS = 0  # is 1 while the stream waits; becomes 1 whenever it has passed
     PASSED = 1
 
-    def __init__(self, words: Tensor, limit_s: float, who: str, what: str):
+    def __init__(self, words: Tensor, limit_s: float, who: str, awaited: str):
         self._memory = words
         self._limit_s = limit_s
         self._who = who
-        self._what = what
+        self._awaited = awaited
         # Not read as a tensor: tensor operations release the GIL, and a daemon thread that acquires
         # it again while Python shuts down must not be inside C++.
         self._words = (ctypes.c_int32 * 2).from_address(words.data_ptr())
@@ -44,7 +44,7 @@ class Wait:
             self._words[self.PASSED] = 0
             self._since = now
         elif now - self._since > self._limit_s:
-            return f"{self._who} has waited {now - self._since:.0f} s for {self._what}"
+            return f"{self._who} has waited {now - self._since:.0f} s for {self._awaited}"
         return None
 
 
