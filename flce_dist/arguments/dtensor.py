@@ -187,7 +187,7 @@ def check_holds_data(name: str, x: Any) -> None:
     Beside real tensors the mode of a FakeTensor may let a result be memory that nothing has been
     written to.
     """
-    if torch.compiler.is_compiling():
+    if x is None or type(x) in PLAIN or torch.compiler.is_compiling():
         return
     if isinstance(x, FakeTensor):
         raise ValueError(
@@ -198,8 +198,8 @@ def check_holds_data(name: str, x: Any) -> None:
 
 def check_has_memory(name: str, x: Any) -> None:
     """Raise if ``x`` holds other tensors, such as a quantised one: kernels need an address."""
-    is_known = type(x) in PLAIN or isinstance(x, (DTensor, FakeTensor, *_ASYNC))
-    if is_known or not isinstance(x, Tensor) or not is_dense(x) or x.is_meta:
+    has_memory = type(x) in PLAIN or isinstance(x, (DTensor, FakeTensor, *_ASYNC))
+    if has_memory or not isinstance(x, Tensor) or not is_dense(x) or x.is_meta:
         return
     try:
         x.untyped_storage().data_ptr()
