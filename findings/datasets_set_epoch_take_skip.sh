@@ -11,13 +11,11 @@ python3 -m venv "$folder/venv"
 "$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 datasets==5.2.0 \
     accelerate==1.15.0
 cat > "$folder/program.py" <<'PROGRAM'
-import os
 import sys
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-from accelerate import Accelerator  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
+from accelerate import Accelerator
+from datasets import Dataset
+from torch.utils.data import DataLoader
 
 accelerator = Accelerator(cpu=True)
 examples = set(range(1000))
@@ -33,12 +31,12 @@ for shards in (1, 4):
         for epoch in range(3):
             training = {example for batch in loader for example in batch["example"].tolist()}
             both, neither = training & validation, examples - training - validation
-            print(f"    epoch {epoch}: {len(training)} to train, {len(both)} of them of the 100", end="")
-            print(f" to validate, {len(neither)} in neither")
+            print(f"    epoch {epoch}: {len(training)} to train, of which {len(both)}", end=" ")
+            print(f"are among the 100 to validate; {len(neither)} in neither")
             if is_shuffled and epoch > 0:
                 is_as_described &= len(training) == 900 and len(both) > 30
             else:
                 is_as_described &= not both and not neither
 sys.exit(0 if is_as_described else "set_epoch() no longer changes what skip() leaves")
 PROGRAM
-"$folder/venv/bin/python" "$folder/program.py"
+HF_HUB_OFFLINE=1 "$folder/venv/bin/python" "$folder/program.py"

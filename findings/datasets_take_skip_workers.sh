@@ -11,13 +11,11 @@ trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
 "$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 datasets==5.2.0
 cat > "$folder/program.py" <<'PROGRAM'
-import os
 import sys
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-from datasets import Dataset  # noqa: E402
-from datasets.distributed import split_dataset_by_node  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
+from datasets import Dataset
+from datasets.distributed import split_dataset_by_node
+from torch.utils.data import DataLoader
 
 # 4 shards, of the examples 0 to 9, 10 to 19, 20 to 29 and 30 to 39
 examples = set(range(40))
@@ -54,4 +52,4 @@ is_as_described &= compare("2 workers, and none", by_workers(training, 2), expec
 is_as_described &= compare("2 nodes, and one", by_nodes(training, 2), by_nodes(validation, 1))
 sys.exit(0 if is_as_described else "take() and skip() no longer depend on the workers")
 PROGRAM
-"$folder/venv/bin/python" "$folder/program.py"
+HF_HUB_OFFLINE=1 "$folder/venv/bin/python" "$folder/program.py"
