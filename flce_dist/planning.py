@@ -21,6 +21,7 @@ from flce_dist.arguments.check_options import (
 from flce_dist.arguments.check_tensors import check_group, check_tensors, check_tokens, is_dense
 from flce_dist.arguments.decide import planned
 from flce_dist.arguments.decided_once import checked_options
+from flce_dist.arguments.dtensor import check_has_memory
 from flce_dist.arguments.low_rank import check_factors, check_pair
 from flce_dist.arguments.options import CallOptions, LossOptions, keywords_of
 from flce_dist.arguments.passed import Arguments, dtype_in_autocast
@@ -258,8 +259,9 @@ def _sizes_of(name: str, x: Any, dtype: torch.dtype) -> Tensor:
     if isinstance(x, DTensor):
         raise ValueError(f"{name} must be a tensor or a shape, got a DTensor: pass its local shape")
     if isinstance(x, Tensor):
-        if not is_dense(x):
+        if not is_dense(x) or x.is_quantized:
             return x  # for check_tensors, which refuses it
+        check_has_memory(name, x)
         dtype = x.dtype
         device = x.device
         x = x.shape

@@ -97,10 +97,12 @@ def reference_linear_logprob(
     if over == "ids":
         logits = logits.where(named | ~counted[:, None], -torch.inf)
     lse, logprob, entropy = _statistics(logits)
-    # Where nothing is left, logsumexp has no gradient but NaN.
-    has_unnamed = ~named.all(1) if over == "vocabulary" else torch.zeros_like(counted)
-    of_unnamed = logprob.where(~named, -torch.inf).where(has_unnamed[:, None], 0.0)
+    # Where nothing is left, logsumexp has no gradient but NaN: of a whole row alone that is meant.
+    is_left = (logits > -torch.inf) & ~named if over == "vocabulary" else torch.zeros_like(named)
+    has_unnamed = is_left.any(1)
+    of_unnamed = logprob.where(is_left, -torch.inf).where(has_unnamed[:, None], 0.0)
     other = of_unnamed.logsumexp(-1).where(has_unnamed, -torch.inf)
+    other = other.where(lse != -torch.inf, logprob[:, 0])  # NaN, and so is its gradient
     of_ids = logprob[token, flat.where(is_id, 0)].where(is_id, 0.0)
     lse, other, entropy = (x.where(counted, 0.0).view(tokens) for x in (lse, other, entropy))
     return of_ids.view(ids.shape), lse, other, entropy
@@ -234,8 +236,8 @@ def _logits(
     """Return logits [..., V_all], computed in the dtype of hidden, in fp32 or fp64."""
     # NaN in an ignored row must not reach the loss, nor (as 0 * NaN) any gradient.
     logits = hidden.where(counted[..., None], 0.0) @ weight[:vocab_size].T * logit_scale
-    if bias is not None:
-        logits = logits + bias[:vocab_size]
+    if bias is not None:  # a bias of -inf for each id, too, which makes NaN of gradients
+        logits = logits + bias[:vocab_size].where(counted[..., None], 0.0)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -29,7 +29,7 @@ from tests.problems import (
     metric_upstream,
     run_op,
 )
-from tests.score_problem import Scored, run_scores
+from tests.score_problem import Scored, of_ranks, run_reference, run_scores
 
 WAYS = ("over ids", "over the vocabulary", "loss", "top_k")
 T, V, H, K = 5, 48, 16, 3
@@ -211,3 +211,45 @@ def test_tokens_beside_one_do_not_change(
         assert all(rows[IDS[0]].all() for rows in named)
         if way == "ids":  # only its own ids
             assert all(rows.sum() == 2 for rows in named)
+
+
+HEADS: dict[str, tuple[str, ...]] = {
+    "logprob": ("logprob",),
+    "lse": ("lse",),
+    "other": ("other",),
+    "entropy": ("logprob", "entropy"),
+}
+NAMED = {"some": IDS, "whole": torch.arange(V).expand(T, V).where(IDS[:, :1] >= 0, -1)}
+SCHEDULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "recompute": (("hidden", "weight", "bias"), tuple(HEADS)),
+    "cached": (("hidden", "weight", "bias"), tuple(HEADS)),
+    "in_forward": (("hidden",), tuple(name for name in HEADS if name != "entropy")),
+}
+
+
+@both
+@pytest.mark.parametrize("ids", NAMED)
+@pytest.mark.parametrize(
+    ("schedule", "head"), [(name, head) for name in SCHEDULES for head in SCHEDULES[name][1]]
+)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_gradients_of_scores_are_nan_in_each_row(
+    impl: str, ids: str, schedule: str, head: str, ranks: str
+) -> None:
+    """Over the vocabulary: also in rows that no token names, on ranks that have no others."""
+    hidden, weight, bias = operands(every_id=True)
+    names = HEADS[head]
+    upstream = {name: torch.ones(NAMED[ids].shape if name == "logprob" else T) for name in names}
+    options = {"schedule": schedule, "with_entropy": "entropy" in names}
+    trained = SCHEDULES[schedule][0]
+    given = Scored(hidden, weight, bias, NAMED[ids], options, upstream, trained)
+    right = run_reference(given.to(torch.float64))
+    assert all(right[f"d{name}"].isnan().any() for name in trained)
+    cuts = RANKS[ranks]
+    for rank, results in enumerate(of_ranks(given, len(cuts) + 1, impl, cuts=cuts)):
+        rows = slice((0, *cuts)[rank], (*cuts, V)[rank])
+        for name in names:
+            close(results[name].float(), right[name].double())
+        close(results["dhidden"].float(), right["dhidden"].double())
+        for name in ("dweight", "dbias")[: len(trained) - 1]:
+            close(results[name].float(), right[name][rows].double())

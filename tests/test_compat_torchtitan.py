@@ -162,7 +162,23 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_three_steps_are_torchtitans(case, backend):
     size, parallelism = CASES[case]
-    given = parallelism | {"spmd_backend": backend}
+    compare(size, parallelism | {"spmd_backend": backend})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", [(2, {}), (4, {}), (4, {"tensor_parallel_degree": 2})], ids=str)
+def test_three_steps_with_context_parallelism(case, monkeypatch):
+    """Attention, which on CPUs has no ring of ranks, is replaced by what needs none."""
+
+    def forward(self: Any, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, **_: Any) -> Tensor:
+        return q_BLNH + k_BLNH.tanh() * v_BLNH
+
+    monkeypatch.setattr(ScaledDotProductAttention, "forward", forward)
+    size, more = case
+    compare(size, {"context_parallel_degree": 2, "spmd_backend": "partial_dtensor", **more})
+
+
+def compare(size: int, given: dict[str, Any]) -> None:
     theirs, ours = (steps(size, fused, given) for fused in (False, True))
     for (losses, gradients), (found, others) in zip(theirs, ours, strict=True):
         assert all(relative_rms(*x) < 1e-5 for x in zip(found, losses, strict=True))

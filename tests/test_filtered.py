@@ -86,7 +86,7 @@ KERNELS: dict[str, tuple[tuple[int, int, int], torch.dtype, float, dict[str, Any
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "bias"), zip(KERNELS, itertools.cycle([False, True])))
+@pytest.mark.parametrize(("name", "bias"), list(zip(KERNELS, itertools.cycle([False, True]))))
 def test_triton_computes_what_is_defined(
     monkeypatch: pytest.MonkeyPatch, name: str, bias: bool
 ) -> None:

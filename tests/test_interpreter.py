@@ -29,7 +29,7 @@ def test_what_a_masked_load_fills_in_is_no_constant(fast_interpreter):
         assert x.tolist() == [1, 1, other, other]
 
 
-@pytest.mark.parametrize(("schedule", "dtype"), zip(SCHEDULES, DTYPES, strict=True), ids=str)
+@pytest.mark.parametrize(("schedule", "dtype"), list(zip(SCHEDULES, DTYPES, strict=True)), ids=str)
 def test_same_bits(fast_interpreter, schedule, dtype):
     inputs = small("triton", dtype=dtype, token_weight=True)
     metrics = {} if schedule == "in_forward" else metric_upstream(37, "lse", "entropy")

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map_only
 
-from flce_dist import LinearCrossEntropy, filtered, linear_cross_entropy, plan
+from flce_dist import LinearCrossEntropy, filtered, linear_cross_entropy, linear_divergence, plan
 from tests.function_calls import CALLS
 from tests.problems import METRICS, Upstream, each_schedule, graph, metric_upstream, run_op, small
 
@@ -112,6 +113,50 @@ def test_one_fake_tensor_among_others_is_refused_by_name(name, which):
         which = "ids"
     with pytest.raises(ValueError, match=f"^{which} must hold data, got a FakeTensor"):
         CALLS[name](*given)
+
+
+class Halved(Tensor):
+    """A tensor of halves that holds whole numbers, as a quantised one does."""
+
+    whole: Tensor
+
+    def __new__(cls, whole):
+        self = Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype)
+        self.whole = whole
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].whole)
+        plain = tree_map_only(cls, lambda x: x.whole / 2, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+
+@pytest.mark.parametrize("which", ["hidden", "weight"])
+@pytest.mark.parametrize("name", [*CALLS, "plan"])
+def test_tensors_that_hold_others_are_refused_by_name(name, which):
+    """Kernels have no address of them; operators may write to their copies."""
+    given = {"hidden": torch.ones(6, 4), "weight": torch.ones(9, 4)}
+    given[which] = Halved(given[which])
+    call: Callable[..., Any] = {**CALLS, "plan": plan}[name]
+    with pytest.raises(ValueError, match=rf"^{which} must be a plain tensor .*, got Halved"):
+        call(*given.values(), torch.zeros(6, dtype=torch.int64))
+
+
+def test_a_teacher_and_vectors_that_hold_others_are_refused_by_name():
+    hidden, weight = torch.ones(6, 4), torch.ones(9, 4)
+    labels = torch.zeros(6, dtype=torch.int64)
+    of_loss = {"bias": torch.ones(9), "token_weight": torch.ones(6), "temperature": torch.ones(6)}
+    for name, x in of_loss.items():
+        changed: dict[str, Any] = {name: Halved(x)}
+        with pytest.raises(ValueError, match=f"^{name} must be a plain tensor"):
+            linear_cross_entropy(hidden, weight, labels, **changed)
+    for name, x in {"teacher_hidden": hidden, "teacher_weight": weight}.items():
+        teacher: dict[str, Any] = {"teacher_hidden": hidden, "teacher_weight": weight}
+        teacher[name] = Halved(x)
+        with pytest.raises(ValueError, match=f"^{name} must be a plain tensor"):
+            linear_divergence(hidden, weight, **teacher)
 
 
 def test_a_layer_made_of_fake_tensors_has_no_values():

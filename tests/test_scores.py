@@ -139,6 +139,37 @@ def test_a_named_id_far_from_the_others(impl: str, logit: float) -> None:
 
 
 @both
+@each_dtype
+@pytest.mark.parametrize("trained", [("hidden", "weight"), ("hidden",)], ids=str)
+@pytest.mark.parametrize(
+    ("scale", "gaps"),
+    [(1.0, (80, 86, 95, 100, 120)), (2.0**12, (70, 78, 88, 90, 100))],
+    ids=["1", "loss scale"],
+)
+def test_other_so_small_that_its_gradient_would_overflow(
+    impl: str, dtype: torch.dtype, trained: tuple[str, ...], scale: float, gaps: tuple[int, ...]
+) -> None:
+    """Two tokens whose other has a gradient, and three whose other is too small for one."""
+    hidden = torch.linspace(-1, 1, 5 * H).view(5, H)
+    hidden[:, 0] = torch.tensor(gaps) / 4
+    weight = torch.linspace(-1, 1, 30 * H).view(30, H) / 64
+    weight[:, 0] = 0
+    weight[7, 0] = 4
+    hidden[:, 1:] /= 16
+    upstream = {"other": torch.linspace(0.5, 1, 5) * scale}
+    ids = torch.full((5, 1), 7)
+    for schedule in ("recompute", "cached", "in_forward")[: 4 - len(trained)]:
+        given = Scored(hidden, weight, None, ids, {"schedule": schedule}, upstream, trained)
+        given = given.to(dtype)
+        found = run_scores(given, impl)
+        assert all(x.isfinite().all() for x in (found["other"][:2], found["dhidden"]))
+        assert not found["dhidden"][2:].any()
+        truth = run_reference(given.to(torch.float64))["dhidden"][:2]
+        limit = 1e-5 if dtype == torch.float32 else 1e-2
+        assert relative_rms(found["dhidden"][:2], truth) < limit
+
+
+@both
 @pytest.mark.parametrize("how", WAYS[:2], ids=str)
 def test_a_token_that_is_certain_of_an_id_but_its_largest(impl: str, how: dict[str, Any]) -> None:
     """So certain that all other exponentials, relative to the largest id's, are 0 beside its."""

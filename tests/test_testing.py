@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.util import register_after_fork
 from typing import Any, Literal
 
@@ -170,6 +171,19 @@ def test_a_pool_keeps_its_workers_until_one_fails():
 def test_a_pool_refuses_a_closure_and_says_what_takes_one():
     with RankPool(2) as pool, pytest.raises(ValueError, match=r"picklable for RankPool.*closures"):
         pool.run(lambda group: None)
+
+
+def product(group: dist.ProcessGroup | None = None) -> float:
+    return (torch.ones(6, 16) @ torch.ones(16, 70)).sum().item()
+
+
+def test_a_worker_multiplies_though_threads_did_just_before():
+    """They may be ending still when it is forked; without a wait one in some 50 hangs."""
+    for _ in range(60):
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda _: product(), range(100)))
+        with RankPool(1, timeout_s=20) as rank:
+            assert rank.run(product) == [6 * 16 * 70]
 
 
 def test_ranks_work_beside_a_group_of_the_caller(tmp_path):

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from flce_dist.arguments.check_tensors import check_group
+from flce_dist.arguments.check_tensors import check_group, is_dense
 from flce_dist.arguments.fsdp import gathered
 from flce_dist.arguments.meshes import dimension_of, ranks_of
 from flce_dist.arguments.options import LossOptions
-from flce_dist.arguments.passed import Arguments
+from flce_dist.arguments.passed import PLAIN, Arguments
 from flce_dist.arguments.ways_out import IN_FORWARD_OF_FSDP
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
@@ -182,14 +183,32 @@ def _is_placed(x: DTensor, expected: Placement, dim: int | None) -> bool:
 
 
 def check_holds_data(name: str, x: Any) -> None:
-    """Raise if ``x`` is a FakeTensor outside compiled code.
+    """Raise if ``x`` is a FakeTensor, or holds other tensors, outside compiled code.
 
-    Beside real tensors its mode may let a result be memory that nothing has been written to.
+    Beside real tensors the mode of a FakeTensor may let a result be memory that nothing has been
+    written to.
     """
-    if isinstance(x, FakeTensor) and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return
+    if isinstance(x, FakeTensor):
         raise ValueError(
             f"{name} must hold data, got a FakeTensor: pass a tensor made outside FakeTensorMode"
         )
+    check_has_memory(name, x)
+
+
+def check_has_memory(name: str, x: Any) -> None:
+    """Raise if ``x`` holds other tensors, such as a quantised one: kernels need an address."""
+    is_known = type(x) in PLAIN or isinstance(x, (DTensor, FakeTensor, *_ASYNC))
+    if is_known or not isinstance(x, Tensor) or not is_dense(x) or x.is_meta:
+        return
+    try:
+        x.untyped_storage().data_ptr()
+    except RuntimeError:
+        raise ValueError(
+            f"{name} must be a plain tensor or a DTensor, got {type(x).__name__}, which holds "
+            f"others: pass what it stands for, for example {name}.dequantize()"
+        ) from None
 
 
 class _Waited(torch.autograd.Function):

@@ -39,7 +39,8 @@ class TokenScores(NamedTuple):
 
     Each is differentiable, also together. 0 for a token without ids, and logprob 0 at padding.
     Where a bias of -inf bans all ids that ``over`` names, lse is -inf, the others and the gradients
-    of the token are NaN, as in PyTorch.
+    of the token are NaN, as in PyTorch. Where it bans all that a token does not name, other is
+    -inf, without a gradient.
     """
 
     logprob: Tensor  # ids' shape: log-probability of each id

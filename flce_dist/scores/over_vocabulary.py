@@ -158,8 +158,9 @@ def score_factors(
     dlogprob, dlse, dother, dentropy = upstream
     dlse, dother, dentropy = (if_counted(x, unnamed.labels) for x in (dlse, dother, dentropy))
     scale = call.options.logit_scale
+    slope = scale if inverse is None else scale * inverse
     if dother is not None:
-        dother = dother.where(unnamed.sum_e != 0, 0.0)  # else a constant
+        dother = dother.masked_fill(_other_is_constant(unnamed, dother, slope), 0.0)
         dlse = -dother if dlse is None else dlse - dother
     of_named, sums = call.kernels.set_gradient(
         named.z,
@@ -172,8 +173,15 @@ def score_factors(
         logit_scale=scale,
     )
     dtotal = -sums if dlse is None else dlse - sums
-    slope = scale if inverse is None else scale * inverse
     return ScoreFactors(of_named, dtotal, dother, dentropy, slope)
+
+
+def _other_is_constant(unnamed: UnnamedSaved, dother: Tensor, slope: Tensor | float) -> Tensor:
+    """Return where other has no gradient: its sum is 0 or so small that a factor would be inf."""
+    U = unnamed.sum_e
+    size = torch.maximum(dother.abs(), (dother * slope).abs())
+    overflows = size.isfinite() & (size / U).isinf()
+    return overflows | (U < torch.finfo(U.dtype).tiny)  # not where U is NaN
 
 
 def _affine(
@@ -186,7 +194,7 @@ def _affine(
     """
     has_unnamed = unnamed.sum_e != 0  # also if it is NaN
     U = unnamed.sum_e.where(has_unnamed, 1.0)
-    p_scale = (unnamed.other.exp() / U).where(has_unnamed, 0.0)  # exp(-log_total)
+    p_scale = unnamed.other.exp() / U  # exp(-log_total); NaN where all ids are banned
     a = factors.dtotal * p_scale
     if factors.dother is not None:
         a = a + factors.dother / U

@@ -33,6 +33,8 @@ from flce_dist.arguments import values
 from flce_dist.torch_private.groups import forget_groups
 
 _GRACE_S = 0.2  # a rank that dies causes errors in others, which may be seen before its exit code
+_ENDING_S = 1.0  # for threads that were joined; of others nobody knows when they end
+_THREADS = Path("/proc/self/task")  # of this process, where the system has it
 _closure: Any = None  # what ``run_closure`` calls, in its workers
 
 
@@ -124,6 +126,7 @@ class RankPool(AbstractContextManager["RankPool"]):
         folder = tempfile.TemporaryDirectory(prefix="flce_dist_ranks_")
         self._folder = Path(self._at_close.enter_context(folder))
         fork = multiprocessing.get_context("fork")
+        wait_for_ending_threads()
         for rank in range(self.world_size):
             settings = rank, self.world_size, self._folder, self.timeout_s, closure
             executor = ProcessPoolExecutor(1, fork, _start_rank, settings)
@@ -172,6 +175,31 @@ def without_collections() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+def wait_for_ending_threads() -> None:
+    """Return once threads that were joined are gone, as well as the system tells.
+
+    A thread that Python no longer knows may still be ending, and hold a lock with which MKL frees
+    its buffers. In a process forked then nobody opens it: the first GEMM never returns.
+    """
+    last = time.monotonic() + _ENDING_S
+    known = {str(thread.native_id) for thread in threading.enumerate()}
+    while any(map(_is_running, _threads() - known)) and time.monotonic() < last:
+        time.sleep(0.001)
+
+
+def _threads() -> set[str]:
+    return set(os.listdir(_THREADS)) if _THREADS.is_dir() else set()
+
+
+def _is_running(thread: str) -> bool:
+    try:
+        stat = (_THREADS / thread / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return False
+    state = stat.rpartition(")")[2].split()[0]  # behind the name, which may hold anything
+    return state == "R"
 
 
 def unfinished(world_size: int, where: dict[int, str], timeout_s: float) -> str:
