@@ -103,7 +103,7 @@ class LinearCrossEntropy(VocabShard):
         of_shard = {"vocab_size": None, "vocab_range": None}  # known once it is made
         keywords = keywords_of(LinearCrossEntropy.__init__, options, **of_shard)
         checked = checked_options(**keywords)
-        check_group(tp_group, checked.sequence_parallel)
+        check_group(tp_group, sequence_parallel=checked.sequence_parallel)
         super().__init__(
             hidden_size,
             vocab_size,

@@ -155,7 +155,7 @@ def _ranks(tp_group: Any, tp_size: int | None, options: LossOptions) -> int:
     """Return how many ranks share the vocabulary, by the group or without one."""
     P: int | None = values.count("tp_size", tp_size, optional=True)
     if P is None:
-        check_group(tp_group, options.sequence_parallel)
+        check_group(tp_group, sequence_parallel=options.sequence_parallel)
         return collectives.group_size(tp_group)
     if tp_group is not None:
         raise ValueError(f"tp_size must be None with a tp_group, got {tp_size}")

@@ -43,7 +43,7 @@ def rank_train(group: Any, config: RunConfig) -> Trained:
     trainer = trainer_of(config)
     # Megatron's fused loss is compiled; its functions are the same without.
     with torch.compiler.set_stance("force_eager"):
-        head_peak_mib(trainer.head_alone(), config.head.is_ours)  # leaves no trace
+        head_peak_mib(trainer.head_alone(), is_ours=config.head.is_ours)  # leaves no trace
         numbers = [*steps_of(trainer, 2), trainer.validate()]
     assert (trainer.step, trainer.samples) == (2, 8)
     weights = {}

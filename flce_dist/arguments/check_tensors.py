@@ -107,7 +107,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def check_group(
-    tp_group: dist.ProcessGroup | None, sequence_parallel: bool, name: str = "tp_group"
+    tp_group: dist.ProcessGroup | None, *, sequence_parallel: bool, name: str = "tp_group"
 ) -> None:
     """Check that it is None or a group, as the caller's argument ``name``."""
     if tp_group is None and sequence_parallel:

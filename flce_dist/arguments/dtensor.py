@@ -51,7 +51,8 @@ def localized(arguments: Arguments) -> Arguments:
     Only global shapes and placements are checked, so either all ranks of ``tp_group`` raise or none
     does. Options have been checked before.
     """
-    check_group(arguments.tp_group, arguments.options.sequence_parallel)
+    sequence_parallel = arguments.options.sequence_parallel
+    check_group(arguments.tp_group, sequence_parallel=sequence_parallel)
     arguments = _with_dimension_of_hidden(arguments)
     local = _local_tensors(arguments)
     if arguments.tp_group is None:

@@ -64,7 +64,7 @@ def shape_of_tokens(hidden: Tensor, options: LossOptions, tp_group: Any) -> list
     """Return the shape that labels of hidden's tokens have, or those of all ranks."""
     tokens = list(hidden.shape[:-1])
     if options.sequence_parallel and options.sequence_dim < len(tokens):
-        check_group(tp_group, options.sequence_parallel)
+        check_group(tp_group, sequence_parallel=options.sequence_parallel)
         tokens[options.sequence_dim] *= collectives.group_size(tp_group)
     return tokens
 
@@ -134,7 +134,7 @@ def settled(arguments: Arguments, last_columns: Tensor | None = None) -> tuple[A
 def check_passed(arguments: Arguments) -> int:
     """Check the group, and the tensors as far as its size P tells; return P."""
     hidden, weight, labels, bias, token_weight, temperature, options, tp_group = arguments
-    check_group(tp_group, options.sequence_parallel)
+    check_group(tp_group, sequence_parallel=options.sequence_parallel)
     check_tensors(hidden, weight, labels, bias, token_weight=token_weight, temperature=temperature)
     P = collectives.group_size(tp_group)
     check_tokens(hidden, labels, options, P)

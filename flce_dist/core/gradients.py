@@ -191,7 +191,12 @@ class _ChunkOfParameters:
     def _scaled_hidden(self, columns: int) -> tuple[Tensor, Tensor | None]:
         if self._factor is None:
             self._factor = dweight_factor(
-                self._call, self._chunk, self._rows, self._in_place, self._scratch, columns
+                self._call,
+                self._chunk,
+                self._rows,
+                columns=columns,
+                in_place=self._in_place,
+                scratch=self._scratch,
             )
         return self._factor
 
@@ -200,9 +205,10 @@ def dweight_factor(
     call: Call,
     chunk: Chunk,
     rows: RowGradient,
+    *,
+    columns: int,
     in_place: bool,
     scratch: Tensor | None,
-    columns: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Return hidden times the tokens' scales [T, n], and what smoothing adds to dweight's rows [n].
 

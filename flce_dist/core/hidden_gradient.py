@@ -27,7 +27,7 @@ def new_dhidden(
     """
     return transport.token_sum(
         (call.T, weight.shape[1]),
-        _share_dtype(call, in_fp32),
+        _share_dtype(call, in_fp32=in_fp32),
         weight.device,
         call.tp_group if call.reduces_dhidden else None,
         sequence_parallel=call.options.sequence_parallel,
@@ -37,7 +37,7 @@ def new_dhidden(
     )
 
 
-def _share_dtype(call: Call, in_fp32: bool) -> torch.dtype:
+def _share_dtype(call: Call, *, in_fp32: bool) -> torch.dtype:
     in_fp32 = in_fp32 or (call.options.reduce_in_fp32 and call.reduces_dhidden)
     return call.stats_dtype if in_fp32 else call.dtype
 
@@ -74,7 +74,7 @@ class HiddenGradient:
         self._end_section()
         self._of_section = self._of_sections[section.rows]
         in_fp32 = self.keeps_fp32
-        is_rounded = self._of_section.dtype != _share_dtype(section.call, in_fp32)
+        is_rounded = self._of_section.dtype != _share_dtype(section.call, in_fp32=in_fp32)
         out = None if is_rounded else self._of_section
         self._sum = new_dhidden(section.call, self.weight, in_fp32=in_fp32, out=out)
 

@@ -32,4 +32,5 @@ def differentiable(
     """Return what a call's schedule does, on the graph; ``weight`` is what the caller passed."""
     main_grad = captured(weight, call) if call.accumulates_dweight else None
     models = (operands, teacher)
-    return DivergenceFunction.apply(*operands[:3], call, models, main_grad, weakref.ref(weight))
+    graph = operands.hidden, operands.weight, operands.bias
+    return DivergenceFunction.apply(*graph, call, models, main_grad, weakref.ref(weight))

@@ -172,7 +172,7 @@ def _prepared(
         of_tokens = tempered(arguments.temperature, student.labels)
         ordered, _ = settled(arguments._replace(temperature=of_tokens, options=own))
         teachers_call, flat = prepare(ordered, NO_GRADIENT)
-    teachers = TeacherOperands(*flat[:3], flat.inverse_temperature)
+    teachers = TeacherOperands(flat.hidden, flat.weight, flat.bias, flat.inverse_temperature)
     described = Teacher(
         teachers_call,
         _facts(teachers_call, teachers),

@@ -142,7 +142,8 @@ class Filtered:
         of_pass = forward_pass.metrics(stats, tokens)
         loss, metrics, norm = finished(call, operands, [loss], [of_pass])
         outputs = *metrics, *_approximation(call, forward_pass.logits, kept, mass)
-        return loss, outputs, FilteredSaved(norm, *stats[:3], kept, mass)
+        saved = FilteredSaved(norm, stats.label_logit, stats.reference, stats.others, kept, mass)
+        return loss, outputs, saved
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         saved = WindowsSaved(*self.recompute.saved_like(call, operands))
@@ -151,7 +152,9 @@ class Filtered:
         blocks, tiles = tile_grid(call.T, call.V)
         kept = operands.hidden.new_empty(blocks, tiles, dtype=torch.bool)
         mass = operands.hidden.new_empty(tiles, call.T)
-        return FilteredSaved(saved.norm, *saved[3:], kept, mass)
+        return FilteredSaved(
+            saved.norm, saved.label_logit, saved.reference, saved.others, kept, mass
+        )
 
     def backward(self, request: Backward) -> Results:
         if self._is_exact:

@@ -121,10 +121,14 @@ class _TileDweight:
         )
 
     def _begin(self) -> None:
-        # Ignored rows of gathered hidden may be cleared in place: D of these rows is 0.
-        in_place = self._rows.scale is None
         hidden, self._row = dweight_factor(
-            self._call, self._chunk, self._rows, in_place, self._scratch, self._columns
+            self._call,
+            self._chunk,
+            self._rows,
+            columns=self._columns,
+            # Ignored rows of gathered hidden may be cleared in place: D of these rows is 0.
+            in_place=self._rows.scale is None,
+            scratch=self._scratch,
         )
         of_tiles = hidden.new_empty(len(self._mass), hidden.shape[1], dtype=self._call.stats_dtype)
         gemm.add_matmul(of_tiles, self._mass, hidden, first=True)

@@ -240,12 +240,12 @@ def _forward_of(base: Any) -> Callable[..., Any]:
         kwargs = _with_an_item(kwargs)
         head = self.get_output_embeddings()
         around = settings.modules_around(self, head)
-        why = why_real(head, around, getattr(self, "_is_replica", False))
+        why = why_real(head, around, is_replica=getattr(self, "_is_replica", False))
         if why is not None:
             settings.warn(why)
             return base.forward(self, *args, **kwargs)
         wanted = next(x for x in (logits, settings.logits, not self.training) if x is not None)
-        recording = Recording(settings.keywords, wanted, settings.warn)
+        recording = Recording(settings.keywords, settings.warn, wants_logits=wanted)
         layers = _adopt(head)
         for layer in layers:
             layer.recording = recording

@@ -30,7 +30,7 @@ _HARMLESS = (
 _WATCHED = "a hook of the output layer, or a forward of its own, may look at them"
 
 
-def why_real(head: Any, around: list[nn.Module], is_replica: bool) -> str | None:
+def why_real(head: Any, around: list[nn.Module], *, is_replica: bool) -> str | None:
     """Return why a forward needs real logits; None if it does not.
 
     Args:

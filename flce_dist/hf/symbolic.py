@@ -30,16 +30,16 @@ class Recording:
 
     Args:
         keywords: of ``linear_cross_entropy``, as the user gave them.
-        wants_logits: whether the output has real logits beside the loss.
         warn: takes a reason for logits that nobody asked for.
+        wants_logits: whether the output has real logits beside the loss.
     """
 
     def __init__(
-        self, keywords: dict[str, Any], wants_logits: bool, warn: Callable[[str], None]
+        self, keywords: dict[str, Any], warn: Callable[[str], None], *, wants_logits: bool
     ) -> None:
         self.keywords = keywords
-        self.wants_logits = wants_logits
         self.warn = warn
+        self.wants_logits = wants_logits
         self.is_over = False
         self.calls: list[LayerCall] = []
 

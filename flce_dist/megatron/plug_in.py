@@ -85,17 +85,17 @@ def use_linear_cross_entropy(
                 "use_linear_cross_entropy before it is wrapped"
             )
         if getattr(stage, "post_process", True):
-            _replace(stage, unchecked, metrics)
+            _replace(stage, unchecked, keeps_metrics=metrics)
     return model
 
 
-def _replace(model: Any, options: LossOptions, metrics: bool) -> None:
+def _replace(model: Any, options: LossOptions, *, keeps_metrics: bool) -> None:
     layer: Any = getattr(model, "output_layer", None)
     has_options = isinstance(layer, FusedLayer) and checks.is_plugged(model)
     layer_class = type(layer) if has_options else replacement_of(model, layer)
     options = checks.checked_for_layer(options, layer)
     layer.loss_keywords = {name: getattr(options, name) for name in KEYWORDS if name not in _FIXED}
-    layer.keeps_metrics = metrics
+    layer.keeps_metrics = keeps_metrics
     layer.last_metrics = None
     layer.__class__ = layer_class
     if checks.is_plugged(model):  # with another output layer than now

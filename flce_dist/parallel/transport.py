@@ -52,13 +52,19 @@ def token_sum(
     sum has.
     """
     if places is None:
-        return _sum_over_ranks(shape, dtype, device, group, sequence_parallel, out)
+        return _sum_over_ranks(
+            shape, dtype, device, group, sequence_parallel=sequence_parallel, out=out
+        )
     if group is None or not sequence_parallel:
-        of_chosen = _sum_over_ranks(shape, dtype, device, group, sequence_parallel)
+        of_chosen = _sum_over_ranks(
+            shape, dtype, device, group, sequence_parallel=sequence_parallel
+        )
         return SumPutBack(of_chosen, places, T_all)
     share = torch.empty(shape, dtype=dtype, device=device)
     of_all_tokens = T_all, shape[1]
-    new_sum = partial(_sum_over_ranks, of_all_tokens, dtype, device, group, sequence_parallel)
+    new_sum = partial(
+        _sum_over_ranks, of_all_tokens, dtype, device, group, sequence_parallel=sequence_parallel
+    )
     return PutBackAndScattered(share, places, new_sum)
 
 
@@ -67,6 +73,7 @@ def _sum_over_ranks(
     dtype: torch.dtype,
     device: torch.device,
     group: dist.ProcessGroup | None,
+    *,
     sequence_parallel: bool,
     out: Tensor | None = None,
 ) -> TokenSum:

@@ -81,7 +81,7 @@ def choose_schedule(
         )
         if within_default is not None:
             return within_default
-    budget = max_logits_bytes or sym_max(default, _bytes_to_compute_once(shape, reduces))
+    budget = max_logits_bytes or sym_max(default, _bytes_to_compute_once(shape, reduces=reduces))
     within_budget = _computing_once(
         shape, budget, max_logits_bytes, caches=caches, reduces=reduces, accumulates=True
     )
@@ -120,7 +120,7 @@ def _computing_once(
     return None if has_accumulator and not accumulates else in_forward
 
 
-def _bytes_to_compute_once(shape: Shape, reduces: bool) -> int:
+def _bytes_to_compute_once(shape: Shape, *, reduces: bool) -> int:
     """Return the least budget with which ``auto``, given none, computes no logits again.
 
     It is that of up to ``_MANY_TOKENS`` at once; of more, chunks of half as many may do.

@@ -77,7 +77,10 @@ class Windows(Sizes):
         stats, loss = forward_pass.chunk_loss(tokens, windows)
         metrics = forward_pass.metrics(stats, tokens)
         loss, of_tokens, norm = finished(call, operands, [loss], [metrics])
-        return loss, of_tokens, WindowsSaved(norm, cache, metrics.entropy, *stats[:3])
+        saved = WindowsSaved(
+            norm, cache, metrics.entropy, stats.label_logit, stats.reference, stats.others
+        )
+        return loss, of_tokens, saved
 
     def saved_like(self, call: Call, operands: Operands) -> Saved:
         def new(*shape: int) -> Tensor:

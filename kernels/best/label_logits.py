@@ -13,7 +13,8 @@ from torch import Tensor
 
 from flce_dist.kernels.logits.launching import tile_launch
 from flce_dist.kernels.logits.operands import ShardLogits
-from flce_dist.kernels.primitives import dot, label_columns, softcap_tanh
+from flce_dist.kernels.logits.tile import label_columns
+from flce_dist.kernels.primitives import dot, softcap_tanh
 
 _BLOCK = 64  # tokens of a program: the least that tensor cores of all architectures take
 

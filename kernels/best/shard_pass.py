@@ -22,14 +22,8 @@ from flce_dist.kernels.best.noise import gumbel
 from flce_dist.kernels.best.winners import winners
 from flce_dist.kernels.logits.launching import TileLaunch, matrix, tile_launch
 from flce_dist.kernels.logits.operands import ShardLogits, new_window
-from flce_dist.kernels.primitives import (
-    exp,
-    finite,
-    halves,
-    logits_tile,
-    store_tile,
-    tile_coordinates,
-)
+from flce_dist.kernels.logits.tile import logits_tile
+from flce_dist.kernels.primitives import exp, finite, halves, store_tile, tile_coordinates
 
 BLOCK_COLUMNS = 64
 """Columns of a block whose largest logit tells whether its logits are read again. With the 256 of a

@@ -19,14 +19,13 @@ from torch import Tensor
 from flce_dist.kernels.logits.launching import matrix, tile_launch, tokens_of_merge
 from flce_dist.kernels.logits.merge_stats import parts_at
 from flce_dist.kernels.logits.operands import ShardLogits
+from flce_dist.kernels.logits.tile import N_COUNTED, logits_tile
 from flce_dist.kernels.primitives import (
-    N_COUNTED,
     computed,
     exp,
     finite,
     halves,
     load_tile,
-    logits_tile,
     store_tile,
     tile_coordinates,
 )

@@ -12,14 +12,8 @@ from flce_dist.kernels.filtered import tiles
 from flce_dist.kernels.filtered.tile_lists import TILE_T, TILE_V, TileLists, list_pointers
 from flce_dist.kernels.logits.launching import tile_launch
 from flce_dist.kernels.logits.operands import ShardLogits
-from flce_dist.kernels.primitives import (
-    IGNORE_INDEX,
-    exp,
-    label_columns,
-    logits_tile,
-    parts_of,
-    store_tile,
-)
+from flce_dist.kernels.logits.tile import IGNORE_INDEX, label_columns, logits_tile
+from flce_dist.kernels.primitives import exp, parts_of, store_tile
 from flce_dist.kernels.rows.formulas import RowGradient
 
 

@@ -10,16 +10,8 @@ from flce_dist.kernels.filtered import tiles
 from flce_dist.kernels.filtered.tile_lists import TILE_T, TILE_V
 from flce_dist.kernels.logits.launching import has_tma, matrix
 from flce_dist.kernels.logits.operands import ShardLogits
-from flce_dist.kernels.primitives import (
-    cast,
-    dot,
-    exp,
-    first_reference,
-    inverse_temperatures,
-    label_columns,
-    load_tile,
-    logits_of,
-)
+from flce_dist.kernels.logits.tile import inverse_temperatures, label_columns, logits_of
+from flce_dist.kernels.primitives import cast, dot, exp, first_reference, load_tile
 from flce_dist.kernels.rows.formulas import TokenStats
 from flce_dist.kernels.rows.token_loss import log_total_of
 from flce_dist.kernels.tuning import next_power_of_2

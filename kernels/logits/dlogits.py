@@ -13,15 +13,17 @@ from torch import Tensor
 from flce_dist.kernels.ids.at_ids import write_at_ids
 from flce_dist.kernels.logits.launching import tile_launch
 from flce_dist.kernels.logits.operands import ShardLogits
-from flce_dist.kernels.primitives import (
-    FAR,
+from flce_dist.kernels.logits.tile import (
     IGNORE_INDEX,
     N_COUNTED,
     SOFTCAP,
-    computed,
-    exp,
     inverse_temperatures,
     logits_tile,
+)
+from flce_dist.kernels.primitives import (
+    FAR,
+    computed,
+    exp,
     softcap_slope,
     store_tile,
     tile_coordinates,

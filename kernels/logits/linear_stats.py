@@ -23,17 +23,19 @@ from flce_dist.kernels.logits.merge_stats import merge_stats
 from flce_dist.kernels.logits.named_columns import named_column, named_tiles, take_out
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits
 from flce_dist.kernels.logits.target import Target
-from flce_dist.kernels.primitives import (
+from flce_dist.kernels.logits.tile import (
     IGNORE_INDEX,
     N_COUNTED,
     SOFTCAP,
-    computed,
-    exp,
-    first_reference,
     inverse_temperatures,
     label_columns,
     logits_tile,
     other_columns,
+)
+from flce_dist.kernels.primitives import (
+    computed,
+    exp,
+    first_reference,
     softcap_slope,
     store_tile,
     tile_coordinates,

@@ -48,7 +48,7 @@ class ShardLogits(NamedTuple):
 
     @property
     def scalars(self) -> tuple[int, float, float | None, Tensor | None, Tensor | None]:
-        """What kernels take together; ``primitives`` names the places."""
+        """What kernels take together; ``tile.py`` names the places."""
         inverse = self.inverse_temperature
         return self.ignore_index, self.logit_scale, self.softcap, inverse, self.n_counted
 

@@ -25,19 +25,21 @@ from flce_dist.kernels.logits.launching import tile_launch
 from flce_dist.kernels.logits.named_columns import named_column
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits
 from flce_dist.kernels.logits.target import Target
-from flce_dist.kernels.primitives import (
+from flce_dist.kernels.logits.tile import (
     IGNORE_INDEX,
     SOFTCAP,
+    inverse_temperatures,
+    label_columns,
+    logits_of,
+    other_columns,
+)
+from flce_dist.kernels.primitives import (
     cast,
     dot,
     exp,
     first_reference,
-    inverse_temperatures,
     is_rescued,
-    label_columns,
     load_tile,
-    logits_of,
-    other_columns,
     rescued_reference,
     softcap_slope,
     tile_coordinates,

@@ -125,7 +125,7 @@ class HeadAlone:
         dist.barrier(self.group)
 
 
-def head_peak_mib(alone: HeadAlone, is_ours: bool) -> float:
+def head_peak_mib(alone: HeadAlone, *, is_ours: bool) -> float:
     """Return the peak memory of the model's own head; collective."""
     head = alone.ours if is_ours else alone.megatrons
     alone.run(head)  # makes the workspaces that libraries keep on a GPU

@@ -165,7 +165,7 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
     with said("building the model"):
         trainer = Trainer(config, corpus, device)
         checkpoint = trainer.resume()
-        head_mib = compare.head_peak_mib(trainer.head_alone(), config.head.is_ours)
+        head_mib = compare.head_peak_mib(trainer.head_alone(), is_ours=config.head.is_ours)
     log: RunLog | None = None
 
     def begin() -> None:

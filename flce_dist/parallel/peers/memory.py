@@ -173,7 +173,8 @@ class PeerMemory:
         driver = self._driver
         stream = self._stream
         arrival = Arrival(driver, stream)
-        arrival.hold(mine[2])
+        _, _, written, _ = mine
+        arrival.hold(written)
         self._order(driver.current_stream(), stream)
         self._joined = self._capture or 0
         driver.enqueue(self._await_free, stream)

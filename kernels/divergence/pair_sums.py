@@ -1,7 +1,7 @@
-"""Passes over the stored logits of a pair: sums with known lse, and D.
+"""A pass over the stored logits of a pair: sums with known lse.
 
-Memory is what they take: 8 bytes of logits for each element, and 2 to 4 of D. ``formulas.py`` has
-the mathematics. T = tokens, V = vocabulary rows here.
+Memory is what it takes: 8 bytes of logits for each element. ``formulas.py`` has the mathematics.
+T = tokens, V = vocabulary rows here.
 """
 
 import torch
@@ -10,50 +10,15 @@ import triton.language as tl
 from torch import Tensor
 
 from flce_dist.kernels.divergence.formulas import Measure, PairStats
+from flce_dist.kernels.divergence.pair_terms import expm1, log_ratios, weighted
 from flce_dist.kernels.logits.exact_sums import nearest_multiple
 from flce_dist.kernels.logits.operands import ShardLogits
-from flce_dist.kernels.primitives import cast, computed, exp, log1p_series, softcap_slope
+from flce_dist.kernels.primitives import exp
 from flce_dist.kernels.tuning import next_power_of_2
 
-_TILE_T = 128  # tokens of the largest tile of logits, in which D that is read is 0 to the end
-_BLOCK = 4096  # columns of a token at a time
-_BLOCK_OF_SUMS = 2048
+_BLOCK = 2048  # columns of a token at a time
 _GROUP = 32  # columns whose sum is rounded to _UNIT where sums must not depend on shards
 _UNIT = tl.constexpr(2.0**-34)  # multiples of which add up exactly to 2^18 ids of probability 1
-
-
-@triton.jit
-def _expm1(x):
-    """``exp(x) - 1`` with the relative accuracy of x; the next term of the series is below 1e-8."""
-    series = x * (1 / 5040)
-    series = x * (1 / 720 + series)
-    series = x * (1 / 120 + series)
-    series = x * (1 / 24 + series)
-    series = x * (1 / 6 + series)
-    series = x * (1 + x * (1 / 2 + series))
-    return tl.where(tl.abs(x) < 0.25, series, exp(x) - 1)
-
-
-@triton.jit
-def _log1p_below_0(x):
-    """``log(1 + x)`` for x <= 0, with the relative accuracy of x near 0."""
-    series = log1p_series(x)
-    return tl.where(x > -0.5, series, tl.log(1 + x))
-
-
-@triton.jit
-def _log_ratios(d, beta):
-    """``log(q / m)`` and ``log(p / m)``: of the larger of p and q one logarithm, near 0."""
-    distance = tl.abs(d)
-    of_larger = -_log1p_below_0(tl.where(d > 0, beta, 1 - beta) * _expm1(-distance))
-    of_smaller = of_larger - distance
-    return tl.where(d > 0, of_smaller, of_larger), tl.where(d > 0, of_larger, of_smaller)
-
-
-@triton.jit
-def _weighted(p, x):
-    """p x, but 0 where p is 0: there x may be infinite or NaN."""
-    return tl.where(p == 0.0, 0.0, p * x)
 
 
 @triton.jit
@@ -112,22 +77,22 @@ def _pair_sums_kernel(
             first = _plus(first, exp(x), GROUP)
             second = _plus(second, exp(y), GROUP)
         elif KIND == "forward_kl":
-            first = _plus(first, _weighted(q, -d), GROUP)
+            first = _plus(first, weighted(q, -d), GROUP)
         elif KIND == "reverse_kl":
-            first = _plus(first, _weighted(p, d), GROUP)
+            first = _plus(first, weighted(p, d), GROUP)
         elif KIND == "jsd":
-            of_teacher, of_student = _log_ratios(d, beta)
-            first = _plus(first, _weighted(q, of_teacher), GROUP)
-            second = _plus(second, _weighted(p, of_student), GROUP)
+            of_teacher, of_student = log_ratios(d, beta)
+            first = _plus(first, weighted(q, of_teacher), GROUP)
+            second = _plus(second, weighted(p, of_student), GROUP)
         if KIND == "tv" or WITH_METRICS:
-            more = tl.where(d > 0, -p * _expm1(-d), 0.0)
+            more = tl.where(d > 0, -p * expm1(-d), 0.0)
         if KIND == "tv":
             first = _plus(first, more, GROUP)
             second = _plus(second, tl.where(d > 0, p, 0.0), GROUP)
         if WITH_METRICS:
             above = _plus(above, more, GROUP)
-            own = _plus(own, -_weighted(p, log_p), GROUP)
-            theirs = _plus(theirs, -_weighted(q, log_q), GROUP)
+            own = _plus(own, -weighted(p, log_p), GROUP)
+            theirs = _plus(theirs, -weighted(q, log_q), GROUP)
             place = tl.where(x > best, offs_v, place)
             best = tl.maximum(best, x)
             place_theirs = tl.where(y > best_theirs, offs_v, place_theirs)
@@ -170,7 +135,7 @@ def pair_sums(
     """
     T, V = s.shape
     sums = torch.empty(measure.sums + 7 * with_metrics, T, dtype=torch.float64, device=s.device)
-    block = _BLOCK_OF_SUMS if is_invariant else min(_BLOCK_OF_SUMS, next_power_of_2(V))
+    block = _BLOCK if is_invariant else min(_BLOCK, next_power_of_2(V))
     if T:
         _pair_sums_kernel[(T,)](
             s, t, logits.labels,
@@ -184,72 +149,3 @@ def pair_sums(
             GROUP=_GROUP if is_invariant else None, num_warps=8,
         )  # fmt: skip
     return sums
-
-
-@triton.jit(do_not_specialize=["T"])
-def _pair_dlogits_kernel(
-    s_ptr, t_ptr, labels_ptr,  # in:  [T, V] fp32 each, [T] int64
-    top_ptr, log_total_ptr, teacher_top_ptr, teacher_log_total_ptr, shift_ptr,  # in:  [T] fp32 each
-    centre_ptr, scale_ptr,  # in:  [T] fp32 each
-    out_ptr,  # out: [T, V]
-    T, V,
-    stride_s_t, stride_t_t, stride_out_t,
-    scalars, beta,  # those of ShardLogits
-    KIND: tl.constexpr, TILE_T: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A program writes BLOCK columns of one token."""
-    t = tl.program_id(0).to(tl.int64)  # T * V passes 2**31 at 16k x 128k
-    ignore_index, _, softcap, inverse_ptr, count_ptr = scalars
-    offs_v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    # Beyond a whole tile of logits after the last token that counts nobody reads.
-    mask = offs_v < tl.where(t < computed(count_ptr, T) + TILE_T, V, 0)
-    counted = tl.load(labels_ptr + t) != ignore_index
-    mask_in = mask & counted
-    s = tl.load(s_ptr + t * stride_s_t + offs_v, mask=mask_in, other=-float("inf"))
-    y = tl.load(t_ptr + t * stride_t_t + offs_v, mask=mask_in, other=-float("inf"))
-    x = s - tl.load(top_ptr + t)
-    y = y - tl.load(teacher_top_ptr + t)
-    p = exp(x - tl.load(log_total_ptr + t))
-    if KIND == "forward_kl":
-        dz = p - exp(y - tl.load(teacher_log_total_ptr + t))
-    else:
-        d = (x - y) - tl.load(shift_ptr + t)
-        centre = tl.load(centre_ptr + t)
-        if KIND == "reverse_kl":
-            dz = _weighted(p, d - centre)
-        elif KIND == "jsd":
-            _, of_student = _log_ratios(d, beta)
-            dz = (1 - beta) * _weighted(p, of_student - centre)
-        else:
-            dz = p * (tl.where(d > 0, 1.0, 0.0) - centre)
-    dz *= tl.load(scale_ptr + t)
-    if softcap is not None:
-        inverse = 1.0
-        if inverse_ptr is not None:
-            inverse = tl.load(inverse_ptr + t)
-        dz *= softcap_slope(s, softcap, inverse)
-    dz = tl.where(counted, dz, 0.0)
-    tl.store(out_ptr + t * stride_out_t + offs_v, cast(dz, out_ptr.dtype.element_ty), mask=mask)
-
-
-def pair_dlogits(
-    s: Tensor, t: Tensor, logits: ShardLogits, stats: PairStats, measure: Measure, scale: Tensor, *,
-    out: Tensor,
-) -> None:  # fmt: skip
-    """Write D to ``out`` [T, V], in hidden's dtype: ``scale`` [T] times softcap' times the gradient
-    of each token's value by the student's tempered logits; 0 where ignored.
-    """
-    T, V = s.shape
-    if T == 0 or V == 0:
-        return
-    block = min(_BLOCK, next_power_of_2(V))
-    _pair_dlogits_kernel[(T, -(-V // block))](
-        s, t, logits.labels,
-        *stats[:5],
-        stats.centre, scale,
-        out,
-        T, V,
-        s.stride(0), t.stride(0), out.stride(0),
-        logits.scalars, measure.beta,
-        KIND=measure.kind, TILE_T=_TILE_T, BLOCK=block, num_warps=8,
-    )  # fmt: skip
