@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# prodigyopt 1.1.2: of learning rates that differ between parameter groups, Prodigy allows only zero,
-# to stop a group, but it updates such a group with the others' learning rate. A group that is
+# prodigyopt 1.1.2: of learning rates that differ between parameter groups, Prodigy only allows zero
+# (to stop a group), but it updates such a group with the others' learning rate. A group that is
 # stopped after some steps goes on along its last average of gradients, no longer renewed, with a
 # step that never shrinks; one with zero from the start is shrunk by weight decay. No error, no
 # warning. With torch.optim.AdamW both stand still.
