@@ -55,10 +55,10 @@ def reference_linear_cross_entropy(
     loss = -(1 - label_smoothing) * label_logprob + z_loss_weight * lse.square()
     if label_smoothing:
         loss = loss - label_smoothing * logprob.mean(-1)
-    token_weight = torch.ones_like(loss) if token_weight is None else token_weight.to(loss.dtype)
+    token_weight = _weights(token_weight, loss, counted)
     loss = loss * token_weight
-    loss, lse, label_logprob, entropy, token_weight = (
-        x.where(counted, 0.0) for x in (loss, lse, label_logprob, entropy, token_weight)
+    loss, lse, label_logprob, entropy = (
+        x.where(counted, 0.0) for x in (loss, lse, label_logprob, entropy)
     )
     if reduction == "sum":
         loss = loss.sum()
@@ -134,8 +134,9 @@ def reference_linear_top_k(
     if top_p is not None:
         p = logprob.exp()
         is_id &= p.cumsum(-1) - p < top_p
-    ids = order.where(is_id, -1)[..., :k]
-    best = logprob.where(is_id, -torch.inf)[..., :k]
+    missing = (0, max(0, k - logits.shape[-1]))
+    ids = F.pad(order.where(is_id, -1), missing, value=-1)[..., :k]
+    best = F.pad(logprob.where(is_id, -torch.inf), missing, value=-torch.inf)[..., :k]
     best = best.masked_fill((counted & lse.isnan())[..., None], torch.nan)
     if labels is None:
         return ids, best, lse, None, None
@@ -205,16 +206,21 @@ def reference_linear_divergence(
     overlap = torch.minimum(p, q).sum(-1)
     same_best = (logits.argmax(-1) == teacher_logits.argmax(-1)) & counted & ~overlap.isnan()
 
-    token_weight = torch.ones_like(value) if token_weight is None else token_weight.to(value.dtype)
-    loss, token_weight = (x.where(counted, 0.0) for x in (value * token_weight, token_weight))
-    entropy, teacher_entropy, overlap = (
-        x.where(counted, 0.0) for x in (entropy, teacher_entropy, overlap)
+    token_weight = _weights(token_weight, value, counted)
+    loss, entropy, teacher_entropy, overlap = (
+        x.where(counted, 0.0) for x in (value * token_weight, entropy, teacher_entropy, overlap)
     )
     if reduction == "sum":
         loss = loss.sum()
     elif reduction == "mean":
         loss = loss.sum() / token_weight.sum().where((token_weight != 0).any(), 1.0)
     return loss, entropy, teacher_entropy, same_best, overlap
+
+
+def _weights(token_weight: Tensor | None, loss: Tensor, counted: Tensor) -> Tensor:
+    """Return the weight of each token, 0 where it is ignored, even if it is NaN there."""
+    weights = torch.ones_like(loss) if token_weight is None else token_weight.to(loss.dtype)
+    return weights.where(counted, 0.0)
 
 
 def _expected(p: Tensor, x: Tensor) -> Tensor:

@@ -30,7 +30,9 @@ def project(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return ``hidden @ weight.T`` [T, W] in the accumulation dtype, with hidden of ``operand``."""
     if _has_fp32_output(weight):
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    return hidden @ weight.to(hidden.dtype).T
+    # Selective checkpoints keep what mm returns, but not what it writes, and the caller changes it.
+    out = hidden.new_empty(len(hidden), len(weight))
+    return torch.mm(hidden, weight.to(hidden.dtype).T, out=out)
 
 
 def add_matmul(acc: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from flce_dist import filtered, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.kernels import eager, gpu
@@ -23,6 +23,7 @@ from flce_dist.parallel import collectives
 from flce_dist.testing import relative_rms
 from tests.devices import our_call
 from tests.flops import gemms_of
+from tests.function_calls import CALLS
 from tests.problems import (
     SCHEDULES,
     Upstream,
@@ -172,6 +173,28 @@ def test_matrix_products_of_a_checkpointed_call(options, alone, not_reentrant, r
 
     for use_reentrant, expected in ((None, alone), (False, not_reentrant), (True, reentrant)):
         assert gemms_of(partial(step, use_reentrant), T, V, H) == expected, use_reentrant
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CALLS if name not in ("linear_top_k", "linear_sample")]
+)
+def test_selective_checkpoints_that_keep_matrix_products(name):
+    """They refuse a product that is changed in place."""
+    inputs = small("eager")
+    ids = inputs.labels.clamp(min=0)
+    products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    contexts = partial(create_selective_checkpoint_contexts, products)
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        found = CALLS[name](hidden * 1.5, weight, ids)
+        return found.sum() if isinstance(found, Tensor) else found[0].sum()
+
+    steps = loss, partial(checkpoint, loss, use_reentrant=False, context_fn=contexts)
+    of_steps = []
+    for step in steps:
+        leaves = [x.clone().requires_grad_() for x in (inputs.hidden, inputs.weight)]
+        of_steps.append(torch.autograd.grad(step(*leaves), leaves))
+    assert all(torch.equal(x, y) for x, y in zip(*of_steps, strict=True))
 
 
 @each_schedule

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from torch.utils.checkpoint import checkpoint
 
 from flce_dist import linear_cross_entropy
 from flce_dist.state_dtensors import local_part
@@ -84,7 +85,18 @@ def test_collectives_of_two_heads_have_an_order(ranks):
     assert ranks.run(orders) == [expected] * 2
 
 
+def behind_a_checkpoint(layer, hidden, weight, bias):
+    body = checkpoint(lambda x: x.sin().cos(), hidden, use_reentrant=False)
+    return layer(body, weight, bias)
+
+
+def checkpoint_step(group: dist.ProcessGroup, compiles: Any) -> list[Tensor]:
+    call = layered(compiles(behind_a_checkpoint, backend="aot_eager"))
+    return rank_step(group, UNEVEN, call=call).tensors()
+
+
 STEPS: dict[str, Callable[..., list[Tensor]]] = {
+    "behind a checkpoint": checkpoint_step,
     "uneven": partial(plain_step, problem=UNEVEN),
     "uneven, SP": partial(plain_step, problem=UNEVEN, sequence_parallel=True),
     **{  # rank 1 has no rows

@@ -126,11 +126,11 @@ class Halved(Tensor):
         return self
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:
+    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):  # type: ignore[override]
+        if operator is torch.ops.aten.detach.default:
             return cls(args[0].whole)
         plain = tree_map_only(cls, lambda x: x.whole / 2, (args, kwargs or {}))
-        return func(*plain[0], **plain[1])
+        return operator(*plain[0], **plain[1])
 
 
 @pytest.mark.parametrize("which", ["hidden", "weight"])
@@ -139,22 +139,21 @@ def test_tensors_that_hold_others_are_refused_by_name(name, which):
     """Kernels have no address of them; operators may write to their copies."""
     given = {"hidden": torch.ones(6, 4), "weight": torch.ones(9, 4)}
     given[which] = Halved(given[which])
-    call: Callable[..., Any] = {**CALLS, "plan": plan}[name]
+    calls: dict[str, Callable[..., Any]] = {**CALLS, "plan": plan}
     with pytest.raises(ValueError, match=rf"^{which} must be a plain tensor .*, got Halved"):
-        call(*given.values(), torch.zeros(6, dtype=torch.int64))
+        calls[name](*given.values(), torch.zeros(6, dtype=torch.int64))
 
 
 def test_a_teacher_and_vectors_that_hold_others_are_refused_by_name():
     hidden, weight = torch.ones(6, 4), torch.ones(9, 4)
     labels = torch.zeros(6, dtype=torch.int64)
-    of_loss = {"bias": torch.ones(9), "token_weight": torch.ones(6), "temperature": torch.ones(6)}
-    for name, x in of_loss.items():
-        changed: dict[str, Any] = {name: Halved(x)}
+    vectors = {"bias": torch.ones(9), "token_weight": torch.ones(6), "temperature": torch.ones(6)}
+    for name, x in vectors.items():
+        of_loss: Any = {name: Halved(x)}
         with pytest.raises(ValueError, match=f"^{name} must be a plain tensor"):
-            linear_cross_entropy(hidden, weight, labels, **changed)
+            linear_cross_entropy(hidden, weight, labels, **of_loss)
     for name, x in {"teacher_hidden": hidden, "teacher_weight": weight}.items():
-        teacher: dict[str, Any] = {"teacher_hidden": hidden, "teacher_weight": weight}
-        teacher[name] = Halved(x)
+        teacher: Any = {"teacher_hidden": hidden, "teacher_weight": weight, name: Halved(x)}
         with pytest.raises(ValueError, match=f"^{name} must be a plain tensor"):
             linear_divergence(hidden, weight, **teacher)
 
