@@ -227,9 +227,15 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def resume_conflicts(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Name each value by which a checkpoint's flat configuration forbids to continue it."""
+    """Name each value by which a checkpoint's flat configuration forbids to continue it.
+
+    An option that the checkpoint's version did not have was as its default is.
+    """
+    saved = {**flatten(RunConfig()), **saved}
 
     def said(flat: dict[str, Any], key: str) -> str:
+        if key not in flat:
+            return "unknown"
         text = f" (of {flat.get('data.text') or 'the manual'})" if key == TEXT_SHA256 else ""
         return f"{flat.get(key)!r}{text}"
 
