@@ -142,8 +142,12 @@ def test_time_over_the_share_of_tokens_that_count():
 
 
 def test_what_is_no_result_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"nothing\.json must be a result file of the benchmark"):
+    missing = r"nothing\.json must be a result file of the benchmark: No such file or directory$"
+    with pytest.raises(ConfigError, match=missing):
         plot.main([str(tmp_path / "nothing.json")])
+    (tmp_path / "empty.json").write_text("")
+    with pytest.raises(ConfigError, match=r"empty\.json .* but is no JSON: Expecting value"):
+        plot.main([str(tmp_path / "empty.json")])
     with pytest.raises(ConfigError, match="at least one file"):
         plot.main([])
     write_results(tmp_path / "a", ABOUT, GRADIENTS)

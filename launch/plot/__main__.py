@@ -10,6 +10,7 @@ of one grid, commit and kind of GPU on different numbers of ranks give first_nam
 
 from flce_dist.launch.program import run_program  # isort: skip  # before other packages
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from flce_dist.launch.plot.figures import best, dial, memory, shares, timeline
 from flce_dist.launch.plot.overview import overview
 from flce_dist.launch.plot.scaling import ResultFile, one_grid, scaling
 from flce_dist.launch.write import write_figure
-from flce_dist.launch.yaml_config import require
+from flce_dist.launch.yaml_config import check_values, require
 
 PROFILE = ".profile"
 """How the stem of a profile ends."""
@@ -40,6 +41,7 @@ class Settings:
 
 def main(args: list[str] | None = None) -> int:
     """Return 0 if every file could be read."""
+    check_values(sys.argv[1:] if args is None else args)
     settings = tyro.cli(
         Settings, prog="python -m flce_dist.launch.plot", args=args, description=__doc__
     )
