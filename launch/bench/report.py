@@ -21,6 +21,8 @@ from flce_dist.launch.bench.peers import NotInstalled
 from flce_dist.launch.process_group import rank_and_size
 
 MIB = 2**20
+_NOT_INSTALLED = f"{NotInstalled.__name__}: "
+"""In the message of a record, before what is not there."""
 LOSS_BUDGET = 1e-4
 """Relative error that a loss may have, or one eps of its own dtype (bf16: 0.8 %) if more."""
 GRADIENT_BUDGET = 2e-2
@@ -81,7 +83,7 @@ class Record:
 
     @property
     def not_installed(self) -> bool:
-        return self.status == "error" and f"{NotInstalled.__name__}: " in (self.message or "")
+        return self.status == "error" and _NOT_INSTALLED in (self.message or "")
 
     @property
     def run(self) -> RunSpec:
@@ -190,6 +192,15 @@ def table(records: list[Record]) -> Table:
             made.add_section()
         values = [(getattr(record, field), form) for _, field, form in columns]
         cells = ["" if value is None else format(value, form) for value, form in values]
-        complaint = f"[red]{record.status}: {escape((record.message or '')[:120])}[/]"
-        made.add_row(escape(record.run.name), *cells, "" if record.status == "ok" else complaint)
+        made.add_row(escape(record.run.name), *cells, _remark(record))
     return made
+
+
+def _remark(record: Record) -> str:
+    """Return what a table says of a run that went wrong, or that could not be measured here."""
+    if record.status == "ok":
+        return ""
+    message = record.message or ""
+    if record.not_installed:
+        return f"[dim]{escape(message.partition(_NOT_INSTALLED)[2][:120])}[/]"
+    return f"[red]{record.status}: {escape(message[:120])}[/]"
