@@ -46,9 +46,20 @@ def main(args: list[str] | None = None) -> int:
         Settings, prog="python -m flce_dist.launch.plot", args=args, description=__doc__
     )
     require(bool(settings.results), "results must name at least one file, got none")
-    for path in draw(list(settings.results), settings.out):
+    drawn = draw(list(settings.results), settings.out)
+    for path in drawn:
         print(path)
+    for path in settings.results:
+        if not _own_figures(path, settings.out) & set(drawn):
+            print(f"{path}: has no records that a figure shows")
     return 0
+
+
+def _own_figures(path: Path, out: Path) -> set[Path]:
+    """Return the figures that a file may have alone; one that is in others has one of its own."""
+    if path.stem.endswith(PROFILE):
+        return {out / f"{path.stem.removesuffix(PROFILE)}-timeline.png"}
+    return {out / f"{path.stem}-{kind}.png" for kind in FIGURES}
 
 
 Figures = dict[Path, tuple[Figure | None, list[dict[str, Any]]]]
