@@ -28,7 +28,7 @@ from flce_dist.launch.train.config import (
 )
 from flce_dist.launch.train.optimizer import learning_rate
 from flce_dist.launch.verify.__main__ import Settings
-from flce_dist.launch.yaml_config import ConfigError
+from flce_dist.launch.yaml_config import ConfigError, read_yaml
 
 
 def from_yaml(folder: Path, text: str | bytes, *overrides: str, load: Any = load_config) -> Any:
@@ -206,6 +206,13 @@ def test_what_a_resume_may_change():
     assert resume_conflicts(saved | {"model.rope": True}, saved) == [
         "model.rope is True there and unknown here"
     ]
+
+
+def test_a_run_without_a_configuration_has_a_folder_of_its_own():
+    """Its values are no shipped configuration's, which could not continue it."""
+    shipped = [path for path in CONFIGS if "out_dir" in path.read_text()]
+    folders = [read_yaml(RunConfig, path).out_dir for path in shipped]
+    assert folders and RunConfig().out_dir not in folders
 
 
 def test_learning_rate_rises_falls_and_stays():

@@ -58,7 +58,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The output layer and loss: which, and ours' options, which ``LinearCrossEntropy`` judges."""
+    """The output layer and loss, and the options of ours."""
 
     kind: Literal["linear_cross_entropy", "megatron_fused", "megatron_unfused"] = (
         "linear_cross_entropy"
@@ -114,7 +114,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    out_dir: Path = Path("runs/quickstart")
+    out_dir: Path = Path("runs/train")
     """Checkpoints, metrics and figures; a run that finds checkpoints there continues them."""
     steps: Annotated[int, SIZE] = 100
     """Train until this step; may be raised to continue a finished run."""
