@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce_dist.launch.program import RunError
+from flce_dist.launch.program import RunError, launcher_number
 from flce_dist.launch.yaml_config import require
 from flce_dist.torch_private.groups import store_of
 
@@ -37,7 +37,7 @@ def start(device_type: str) -> tuple[torch.device, Group]:
     """Join torchrun's ranks or an existing default group; alone, there is no group."""
     device = torch.device(device_type)
     if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device("cuda", launcher_number("LOCAL_RANK", alone=0))
         torch.cuda.set_device(device)
     if not dist.is_initialized() and "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=TIMEOUT)

@@ -46,10 +46,28 @@ class RunError(Exception):
     """An error that is explained by its message: what is wrong, where, and what to do."""
 
 
+def launcher_number(name: str, alone: int | None = None) -> int:
+    """Return a number that torchrun sets for each rank; ``alone`` if there is no launcher.
+
+    Raises ``RunError`` if it is no number, or is missing where others are set.
+    """
+    value = os.environ.get(name)
+    if value is None and alone is not None and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+        return alone
+    if value is None or not value.isdecimal():
+        got = "nothing" if value is None else repr(value)
+        raise RunError(
+            f"the environment variable {name} must be a number, got {got}; torchrun sets RANK, "
+            "WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, and without a launcher none may be set"
+        )
+    return int(value)
+
+
 def run_program(main: Callable[[], int]) -> NoReturn:
     """Exit with what ``main`` returns; 2 after a ``RunError``, 1 after another exception."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank = 0
     try:
+        rank = launcher_number("RANK", alone=0)
         status = _status(main)
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -35,10 +35,19 @@ def writing(path: Path, needed: int | None = None) -> Iterator[None]:
             reason = f"{there} is not a directory"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             reason = f"{there} cannot be written: {reason}"
-        elif needed is not None:
+        elif there == path and error.errno == errno.EEXIST:
+            reason = "it is there and is not a directory"
+        elif needed is not None and error.errno in (None, errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(there).free
             reason = f"{reason}; it needs {needed} bytes, {free} are free"
         raise RunError(f"cannot write {path}: {reason}") from error
+
+
+def with_suffix(stem: Path, suffix: str, option: str = "out") -> Path:
+    """Append to a stem, whatever dots it holds; raise ``RunError`` for one without a name."""
+    if stem.name in ("", ".."):
+        raise RunError(f"{option} must end in a name, to which {suffix} is added, got {stem}")
+    return stem.with_name(stem.name + suffix)
 
 
 def check_writable(path: Path) -> None:

@@ -6,8 +6,10 @@ for what the command line gives.
 
 import dataclasses
 import difflib
+import itertools
 import reprlib
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -38,10 +40,16 @@ def from_command_line(
     if ``show_errors``; a wrong key or value of the file raises ConfigError, which names it.
     """
     path, overrides = split_config_option(argv)
+    check_values(argv)
+    check_overrides(overrides)
     config = schema() if path is None else read_yaml(schema, path)
     import tyro  # here, so that errors in YAML do not wait for it
 
     shown: dict[str, Any] = {**program, "console_outputs": show_errors}
+    shown["description"] = (
+        f"{program.get('description', '')}\n\n--config FILE names a YAML file of values, which "
+        "override the defaults; options override both. Below are the values of that file."
+    ).strip()
     return tyro.cli(schema, default=config, args=overrides, **shown)
 
 
@@ -137,6 +145,28 @@ def split_config_option(argv: list[str]) -> tuple[Path | None, list[str]]:
     return None, argv
 
 
+def check_values(argv: Sequence[str]) -> None:
+    """Raise ``ConfigError`` for an empty value: of a shell's unset variable, and this directory."""
+    for before, arg in itertools.pairwise(["an argument", *argv]):
+        option, is_set, value = arg.partition("=")
+        is_empty = not arg or (arg.startswith("--") and is_set and not value)
+        require(not is_empty, f"{option or before} must have a value, got ''")
+
+
+def check_overrides(overrides: list[str]) -> None:
+    """Raise ``ConfigError`` for what is meant as ``--config FILE``."""
+    for arg in overrides:
+        option = arg.partition("=")[0]
+        require(option != "--config", "--config must be given once, got it twice")
+        close = difflib.get_close_matches(option, ["--config"], cutoff=0.75)
+        require(
+            not (close and option.startswith("--")),
+            f"unknown option {option}; did you mean --config?",
+        )
+    if overrides and overrides[0].endswith((".yaml", ".yml")):
+        raise ConfigError(f"a YAML file is given by --config, got {overrides[0]} alone")
+
+
 def converted(value: Any, hint: Any, key: str) -> Any:
     """Return the value of ``key`` as the annotated type; nothing but int to float is converted.
 
@@ -151,6 +181,9 @@ def converted(value: Any, hint: Any, key: str) -> Any:
         fields: dict[str, Any] = {}
         for name, item in value.items():
             close = difflib.get_close_matches(str(name), hints, n=1)
+            outer, _, inner_name = str(name).partition(".")
+            if inner_name and dataclasses.is_dataclass(hints.get(outer)):
+                raise ConfigError(f"unknown key {name}; write {inner_name} below {outer}")
             way_out = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(hints)}"
             require(name in hints, f"unknown key {prefix}{name}; {way_out}")
             fields[name] = converted(item, hints[name], f"{prefix}{name}")
@@ -166,7 +199,8 @@ def converted(value: Any, hint: Any, key: str) -> Any:
         require(len(value) == len(inner), length)
         of_items = enumerate(zip(value, inner, strict=True))
         return tuple(converted(item, kind, f"{key}[{i}]") for i, (item, kind) in of_items)
-    if kind is Path and isinstance(value, str):
+    if kind is Path:
+        require(isinstance(value, str) and value != "", f"{key} must be a path, got {shown}")
         return Path(value)
     if kind is float and type(value) is int and abs(value) < 2**1023:  # no float beyond
         return float(value)

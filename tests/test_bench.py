@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from flce_dist.launch.bench.config import floor_of
 from flce_dist.launch.bench.divergences import KINDS
 from flce_dist.launch.bench.files import read_results
 from flce_dist.launch.bench.floors import FLOORS
-from flce_dist.launch.bench.peers import canonical
+from flce_dist.launch.bench.peers import PEERS, Peer, canonical
 from flce_dist.launch.bench.report import FIELDS
 from flce_dist.launch.yaml_config import ConfigError
 from tests.bench_run import EAGER, arguments, peer, records, run
@@ -274,6 +275,19 @@ def test_an_ended_benchmark_goes_on_after_the_last_whole_shape(tmp_path, monkeyp
         run(tmp_path, EAGER, *shapes)
     assert run(tmp_path, EAGER, *shapes, "--rounds", "3", "--fresh") == 0
     assert measured[3:] == [1.0, 0.5]
+
+
+def test_a_peer_that_is_not_installed_is_no_error_in_the_table(tmp_path, monkeypatch, capsys):
+    def absent(tp_group: object) -> Any:
+        raise ModuleNotFoundError("No module named 'kernel'", name="kernel")
+
+    monkeypatch.setitem(PEERS, "liger", Peer(absent, "liger-kernel"))
+    assert run(tmp_path, "  - {impl: liger}\n") == 0
+    found = records(tmp_path, "liger")
+    assert found and all(record.not_installed and record.status == "error" for record in found)
+    printed = capsys.readouterr().out
+    assert "liger-kernel is not installed:" in printed
+    assert "error" not in printed and "NotInstalled" not in printed
 
 
 @pytest.mark.parametrize("text", [

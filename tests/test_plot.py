@@ -141,9 +141,23 @@ def test_time_over_the_share_of_tokens_that_count():
     assert shares(DIAL) is None
 
 
+def test_a_file_without_a_figure_is_named(tmp_path, capsys):
+    write_results(tmp_path / "empty", ABOUT, [])
+    write_results(tmp_path / "some", ABOUT, GRADIENTS)
+    files = [str(tmp_path / f"{name}.json") for name in ("empty", "some")]
+    assert plot.main([*files, "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == f"{files[0]}: has no records that a figure shows"
+    assert sum("no records" in line for line in said) == 1
+
+
 def test_what_is_no_result_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"nothing\.json must be a result file of the benchmark"):
+    missing = r"nothing\.json must be a result file of the benchmark: No such file or directory$"
+    with pytest.raises(ConfigError, match=missing):
         plot.main([str(tmp_path / "nothing.json")])
+    (tmp_path / "empty.json").write_text("")
+    with pytest.raises(ConfigError, match=r"empty\.json .* but is no JSON: Expecting value"):
+        plot.main([str(tmp_path / "empty.json")])
     with pytest.raises(ConfigError, match="at least one file"):
         plot.main([])
     write_results(tmp_path / "a", ABOUT, GRADIENTS)

@@ -40,6 +40,21 @@ def ended(main: Callable[[], int], rank: int, file: Path, monkeypatch: Any) -> t
     return exit.value.code, json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
 
 
+@pytest.mark.parametrize(("variables", "message"), [
+    ({"RANK": "1"}, "LOCAL_RANK must be a number, got nothing; torchrun sets RANK, WORLD_SIZE"),
+    ({"WORLD_SIZE": "2"}, "LOCAL_RANK must be a number, got nothing"),
+    ({"LOCAL_RANK": "x"}, "LOCAL_RANK must be a number, got 'x'"),
+])  # fmt: skip
+def test_half_of_a_launchers_environment_is_named(variables, message, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert program.launcher_number("LOCAL_RANK", alone=0) == 0
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RunError, match=message):
+        program.launcher_number("LOCAL_RANK", alone=0)
+
+
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []

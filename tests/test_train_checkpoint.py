@@ -108,6 +108,18 @@ def test_a_damaged_newest_is_skipped_by_name(directory, file, damage, reason):
     assert damaged.startswith(f"checkpoint step 15 is damaged: {reason}")
 
 
+def test_one_of_another_version_is_refused_and_not_taken_for_damaged(directory):
+    """Else a start would go back to an older one, and set it aside."""
+    path = directory / "step-00000015" / MANIFEST
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"]
+    path.write_bytes(checkpoint._render({**manifest, "format": 2}))
+    with pytest.raises(RunError, match=r"step-00000015 is of another version .* format, exp"):
+        newest(directory)
+    path.write_bytes(checkpoint._render({**manifest, "files": {}}))
+    assert newest(directory)[0] == 10
+
+
 def test_no_flipped_bit_goes_unseen(directory):
     """Every bit of the manifest, and a sample of each other file's; none is left to go back to."""
     (directory / "step-00000010" / MANIFEST).unlink()

@@ -83,6 +83,25 @@ def test_a_run_that_fails_ends_it(started, tmp_path, monkeypatch):
     assert not (tmp_path / "x.json").exists()
 
 
+def test_options_of_ours_that_decide_no_numbers_are_left_out_of_megatrons(
+    started, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    mine = ["--head.max-logits-bytes", "4096", "--head.impl", "eager"]
+    assert heads.main([*arguments(tmp_path / "x"), *mine]) == 0
+    found = [load_config(command[3:]).head for command in started]
+    assert [head.max_logits_bytes for head in found] == [4096, 4096, None, None]
+    assert [head.impl for head in found] == ["eager", "eager", None, None]
+
+
+@pytest.mark.parametrize("argument", ["--out-dir=x", "--head.kind", "--head.schedule", "--out_dir"])
+def test_what_each_run_has_of_its_own_is_refused(started, tmp_path, argument):
+    option = argument.partition("=")[0].replace("_", "-")
+    with pytest.raises(RunError, match=f"{option} is set for each head, so it must be left out"):
+        heads.main([*arguments(tmp_path / "x"), argument, "auto"])
+    assert started == []
+
+
 def test_steps_that_only_warm_up_are_refused(started, tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parent.parent)
     with pytest.raises(RunError, match="--steps must be more than the 20 that warm up"):

@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import os
+import resource
 import signal
 import warnings
 from multiprocessing.connection import Connection
@@ -148,6 +149,23 @@ def test_a_run_that_starts_at_the_same_instant_is_named_once_it_has_said_who_it_
         with pytest.raises(RunError, match="in use by a run that is starting or ending; wait for"):
             with locked(tmp_path):
                 pass
+
+
+def lock_without_disk(pipe: Connection, folder: Path) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    try:
+        with locked(folder):
+            pipe.send("locked")
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+
+
+def test_a_lock_that_cannot_be_written_is_one_error(tmp_path):
+    process, pipe = forked(lock_without_disk, tmp_path)
+    assert pipe.poll(LAST_RESORT_S)
+    assert pipe.recv() == f"RunError: cannot write {tmp_path / LOCK}: File too large"
+    process.join()
 
 
 @pytest.mark.parametrize("changes, job, refused", [

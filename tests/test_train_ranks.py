@@ -18,6 +18,9 @@ from flce_dist.launch.train.ranks import RANK, end_with_torchrun, is_orphan
 
 TRAIN = "flce_dist.launch.train"
 KILLED = "error: rank 1 was killed by SIGKILL\n"
+ANEW = "\nstopped; the same command starts at step 0\n"
+AT_20 = "\nstopped; the same command continues {}/checkpoints/step-00000020\n"
+SILENT = "error: rank 0 ended with status 7 and did not say why\n"
 PR_GET_PDEATHSIG = 2  # linux/prctl.h
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
 
@@ -36,27 +39,47 @@ def test_what_is_wrong_is_said_before_ranks_start(arguments, message, monkeypatc
     assert message in "".join(capfd.readouterr())
 
 
-@pytest.mark.parametrize(("ended", "status", "said"), [
-    (None, 0, ""),
-    (ChildFailedError(TRAIN, {1: ProcessFailure(1, 77, 2, "")}), 2, ""),  # a rank has said why
-    (ChildFailedError(TRAIN, {1: ProcessFailure(1, 77, -9, "")}), 137, KILLED),
-    (SignalException("to the agent", signal.SIGTERM), 143, ""),
+def failed(*statuses: int, said_why: str = "") -> ChildFailedError:
+    """The end of ranks in this order, which a rank explains in a file of its own, or not."""
+    failures = {}
+    for rank, status in enumerate(statuses):
+        failures[rank] = ProcessFailure(rank, 77, status, "")
+        failures[rank].error_file = said_why or failures[rank].error_file
+        failures[rank].timestamp = rank
+    return ChildFailedError(TRAIN, failures)
+
+
+@pytest.mark.parametrize(("ended", "status", "said", "steps"), [
+    (None, 0, "", []),
+    (failed(2, said_why=__file__), 2, "", []),
+    (failed(7, -15), 7, SILENT, []),
+    (failed(1, -9, said_why=__file__), 137, KILLED + ANEW, []),  # rank 0 misses it
+    (failed(-15, -9, said_why=__file__), 137, KILLED + ANEW, []),
+    (SignalException("to the agent", signal.SIGTERM), 143, ANEW, []),
+    (SignalException("to the agent", signal.SIGINT), 130, AT_20, ["10", "20"]),
 ])  # fmt: skip
-def test_ranks_started_here_end_as_the_first_that_failed(ended, status, said, monkeypatch, capsys):
+def test_ranks_started_here_end_as_the_first_that_failed(
+    ended, status, said, steps, tmp_path, monkeypatch, capsys
+):
+    for step in steps:
+        (tmp_path / "checkpoints" / f"step-000000{step}").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000030.tmp").mkdir(parents=True)
+
     def torchrun(arguments: list[str]) -> None:
         assert arguments[:3] == ["--standalone", "--nproc-per-node", "4"]
-        assert arguments[-4:] == [str(os.getpid()), TRAIN, *overrides]
+        assert arguments[-6:] == [str(os.getpid()), TRAIN, *overrides]
         if ended is not None:
             raise ended
 
-    overrides = ["--parallel.tensor", "4"]
-    monkeypatch.delenv("RANK", raising=False)
+    overrides = ["--parallel.tensor", "4", "--out-dir", str(tmp_path)]
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["train", *overrides])
     monkeypatch.setattr("torch.distributed.run.main", torchrun)
     monkeypatch.setattr("logging.disable", lambda level: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert train.main() == status
-    assert capsys.readouterr() == ("", said)
+    assert capsys.readouterr() == ("", said.format(tmp_path))
 
 
 STUB = """\

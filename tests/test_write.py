@@ -15,7 +15,14 @@ import torch
 from flce_dist.launch import write as write_module
 from flce_dist.launch.program import RunError
 from flce_dist.launch.read import parse_json, read_bytes
-from flce_dist.launch.write import check_writable, replacing, write_json, write_synced, writing
+from flce_dist.launch.write import (
+    check_writable,
+    replacing,
+    with_suffix,
+    write_json,
+    write_synced,
+    writing,
+)
 
 
 def test_a_file_is_replaced_at_the_end_or_stays(tmp_path):
@@ -57,6 +64,8 @@ def test_json_is_strict_and_ends_its_last_line(tmp_path):
 @pytest.mark.parametrize(("error", "needed", "reason"), [
     (OSError(errno.ENOSPC, "No space left on device"), None, "No space left on device"),
     (OSError("8 requested and 3 written"), 8, r"8 .* written; it needs 8 bytes, \d+ are free"),
+    (OSError(errno.ENOSPC, "Full"), 8, r"Full; it needs 8 bytes, \d+ are free"),
+    (OSError(errno.EFBIG, "File too large"), 8, "File too large"),
     (OSError(errno.EROFS, "Read only"), 8, "{folder} cannot be written: Read only"),
 ])  # fmt: skip
 def test_an_error_names_the_file_and_the_reason(tmp_path, error, needed, reason):
@@ -64,6 +73,21 @@ def test_an_error_names_the_file_and_the_reason(tmp_path, error, needed, reason)
     with pytest.raises(RunError) as raised, writing(path, needed):
         raise error
     assert re.fullmatch(f"cannot write {path}: {reason.format(folder=tmp_path)}", str(raised.value))
+
+
+@pytest.mark.parametrize("stem", [".", "/", "runs/.."])
+def test_a_stem_has_a_name(stem):
+    assert with_suffix(Path("a/b.c"), ".json") == Path("a/b.c.json")
+    with pytest.raises(RunError, match=f"--out must end in a name, .* got {re.escape(stem)}$"):
+        with_suffix(Path(stem), ".json", "--out")
+
+
+def test_a_file_where_a_folder_should_be_is_said_to_be_one(tmp_path):
+    path = tmp_path / "checkpoints"
+    path.write_text("")
+    with pytest.raises(RunError, match=r"checkpoints: it is there and is not a directory$"):
+        with writing(path):
+            path.mkdir(exist_ok=True)
 
 
 @pytest.mark.parametrize("ended", [KeyboardInterrupt(), OSError(errno.ENOSPC, "full")])

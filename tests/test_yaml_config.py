@@ -28,7 +28,7 @@ from flce_dist.launch.train.config import (
 )
 from flce_dist.launch.train.optimizer import learning_rate
 from flce_dist.launch.verify.__main__ import Settings
-from flce_dist.launch.yaml_config import ConfigError
+from flce_dist.launch.yaml_config import ConfigError, read_yaml
 
 
 def from_yaml(folder: Path, text: str | bytes, *overrides: str, load: Any = load_config) -> Any:
@@ -64,6 +64,9 @@ def test_yaml_gives_values_and_the_command_line_overrides_them(tmp_path):
     ("steps: [&a [1, 1], &b [*a, *a], &c [*b, *b], &d [*c, *c], &e [*d, *d], &f [*e, *e]]",
      r"steps must be int, got \[\[1, 1\], .*\.\.\."),
     ("[]", r"the top level must hold keys and values, got \[\]"),
+    ("model.hidden_size: 3", r"unknown key model\.hidden_size; write hidden_size below model"),
+    ("out_dir: ''", r"out_dir must be a path, got ''"),
+    ("out_dir: 3", r"out_dir must be a path, got 3"),
     ("shapes: 3", r"shapes must be a list, got 3"),
     ("shapes: [{T: 1}, {t: 1}]", r"unknown key shapes\[1\]\.t; known: T, H, V"),
     ("shapes: [{}, {T: x}]", r"shapes\[1\]\.T must be int, got 'x'"),
@@ -195,6 +198,21 @@ def test_what_a_resume_may_change():
         "seed is 1234 there and 2 here",
         "world_size is 2 there and 4 here",
     ]
+    older = {key: value for key, value in saved.items() if key != "data.prompt_tokens"}
+    assert resume_conflicts(older, saved) == []
+    assert resume_conflicts(older, saved | {"data.prompt_tokens": 8}) == [
+        "data.prompt_tokens is 0 there and 8 here"
+    ]
+    assert resume_conflicts(saved | {"model.rope": True}, saved) == [
+        "model.rope is True there and unknown here"
+    ]
+
+
+def test_a_run_without_a_configuration_has_a_folder_of_its_own():
+    """Its values are no shipped configuration's, which could not continue it."""
+    shipped = [path for path in CONFIGS if "out_dir" in path.read_text()]
+    folders = [read_yaml(RunConfig, path).out_dir for path in shipped]
+    assert folders and RunConfig().out_dir not in folders
 
 
 def test_learning_rate_rises_falls_and_stays():
@@ -204,6 +222,36 @@ def test_learning_rate_rises_falls_and_stays():
     assert learning_rate(12, config) == learning_rate(99, config) == pytest.approx(0.1)
     flat = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=0, decay_steps=1)
     assert learning_rate(1, flat) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--out-dir", ""], "--out-dir must have a value, got ''"),
+    (["--steps", "3", "--data.text="], "--data.text must have a value, got ''"),
+    (["--config", ""], "--config must have a value, got ''"),
+    (["--config", "a.yaml", "--config=b.yaml"], "--config must be given once, got it twice"),
+    (["--conf", "a.yaml"], r"unknown option --conf; did you mean --config\?"),
+    (["a.yaml", "--steps", "3"], "a YAML file is given by --config, got a.yaml alone"),
+])  # fmt: skip
+def test_a_wrong_command_line_is_explained_before_files_are_read(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(arguments)
+
+
+@pytest.mark.parametrize("name", ["plot", "verify"])
+def test_an_empty_path_is_refused_by_every_program(name):
+    pytest.importorskip("matplotlib")
+    program = importlib.import_module(f"flce_dist.launch.{name}.__main__")
+    with pytest.raises(ConfigError, match="--out must have a value, got ''"):
+        program.main(["--out", ""])
+
+
+@pytest.mark.parametrize("load", [load_config, config.load_config])
+def test_help_explains_the_option_config(load, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    load_args = {"world_size": 1} if load is config.load_config else {}
+    with pytest.raises(SystemExit):
+        load(["--help"], **load_args)
+    assert "--config FILE names a YAML file" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["bench", "plot", "verify"])

@@ -9,7 +9,7 @@ each round, since a run that draws little power leaves a cool GPU to the next. R
 replaced after each shape; a benchmark that was interrupted continues after the last complete shape.
 """
 
-from flce_dist.launch.program import run_program  # isort: skip  # before other packages
+from flce_dist.launch.program import launcher_number, run_program  # isort: skip  # before other packages
 
 import dataclasses
 import os
@@ -42,7 +42,7 @@ from flce_dist.launch.bench.profiles import Profile, describe
 from flce_dist.launch.bench.report import Record, make_records, table
 from flce_dist.launch.process_group import Group, device_type_of, on_rank_0, rank_and_size, start
 from flce_dist.launch.read import digest
-from flce_dist.launch.write import check_writable
+from flce_dist.launch.write import check_writable, with_suffix
 
 VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_", "TORCH_SYMM_MEM_")
 """How variables begin that decide how collectives run, and beside what."""
@@ -53,13 +53,13 @@ _PROBLEM = attrgetter("T", "H", "V", "dtype", "flagged", "counted", "contiguous"
 
 def main(args: list[str] | None = None) -> int:
     """Return 0 if the benchmark ran to its end, whatever single runs did."""
-    rank = int(os.environ.get("RANK", "0"))
-    P = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = launcher_number("RANK", alone=0)
+    P = launcher_number("WORLD_SIZE", alone=1)
     argv = sys.argv[1:] if args is None else args
     config = load_config(argv, world_size=P, show_errors=rank == 0)
     device_type = device_type_of(config.device)
     if rank == 0:
-        check_writable(files.with_suffix(config.out, ".json"))
+        check_writable(with_suffix(config.out, ".json"))
     head = None
     if config.head is not None:
         head = load_head(config.head, config.widen)
@@ -116,7 +116,7 @@ def _bench(
                 console.print(f"{name}: {describe(profile)}", highlight=False, markup=False)
         took = f"{time.monotonic() - started:.1f} s"
         console.print(f"shape {number} of {len(shapes)}, {took}", highlight=False)
-    console.print(f"records in {files.with_suffix(config.out, '.json')} and .csv", highlight=False)
+    console.print(f"records in {with_suffix(config.out, '.json')} and .csv", highlight=False)
 
 
 def _bench_shape(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from flce_dist.launch.bench.profiles import Profile
 from flce_dist.launch.bench.report import FIELDS, Record
 from flce_dist.launch.read import parse_json, read_bytes
-from flce_dist.launch.write import strict_json, write_json, write_text
+from flce_dist.launch.write import strict_json, with_suffix, write_json, write_text
 from flce_dist.launch.yaml_config import ConfigError, converted, require
 
 
@@ -36,11 +36,6 @@ class ProfiledRun(NamedTuple):
     shape: str
     run: str
     profile: Profile
-
-
-def with_suffix(out: Path, suffix: str) -> Path:
-    """Append to the stem, whatever dots it holds."""
-    return out.with_name(out.name + suffix)
 
 
 def trace_file(out: Path, shape: str, run: str) -> Path:
@@ -108,10 +103,12 @@ def _read(path: Path, kind: str, key: str, item_of: Callable[[Any, str], Any]) -
         items = [item_of(entry, f"{key}[{i}]") for i, entry in enumerate(content[key])]
         return _checked_about(content["about"]), items
     except OSError as error:
-        raise ConfigError(f"{expected}: {error}") from error
+        raise ConfigError(f"{expected}: {error.strerror or error}") from error
     except ConfigError as error:
         raise ConfigError(f"{expected}: {error}") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except ValueError as error:
+        raise ConfigError(f"{expected}, but is no JSON: {error}") from error
+    except (TypeError, KeyError) as error:
         raise ConfigError(f"{expected}, with about and {key}: {error!r}") from error
 
 

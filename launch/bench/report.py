@@ -21,6 +21,8 @@ from flce_dist.launch.bench.peers import NotInstalled
 from flce_dist.launch.process_group import rank_and_size
 
 MIB = 2**20
+_NOT_INSTALLED = f"{NotInstalled.__name__}: "
+"""In the message of a record, before what is not there."""
 LOSS_BUDGET = 1e-4
 """Relative error that a loss may have, or one eps of its own dtype (bf16: 0.8 %) if more."""
 GRADIENT_BUDGET = 2e-2
@@ -28,7 +30,6 @@ GRADIENT_BUDGET = 2e-2
 with filter_eps."""
 TIMES_EAGER = 3.0
 LEAST_GRADIENT_BUDGET = 1e-5
-_NOT_INSTALLED = f"{NotInstalled.__name__}: "  # in messages of such runs
 
 
 @dataclass(frozen=True)
@@ -191,15 +192,15 @@ def table(records: list[Record]) -> Table:
             made.add_section()
         values = [(getattr(record, field), form) for _, field, form in columns]
         cells = ["" if value is None else format(value, form) for value, form in values]
-        made.add_row(escape(record.run.name), *cells, _last_cell(record))
+        made.add_row(escape(record.run.name), *cells, _remark(record))
     return made
 
 
-def _last_cell(record: Record) -> str:
-    """Say what is wrong with a run, in red, or that its package is not there, which is not."""
-    message = (record.message or "")[:120]
+def _remark(record: Record) -> str:
+    """Return what a table says of a run that went wrong, or that could not be measured here."""
     if record.status == "ok":
         return ""
+    message = record.message or ""
     if record.not_installed:
-        return escape(message.partition(_NOT_INSTALLED)[2])
-    return f"[red]{record.status}: {escape(message)}[/]"
+        return f"[dim]{escape(message.partition(_NOT_INSTALLED)[2][:120])}[/]"
+    return f"[red]{record.status}: {escape(message[:120])}[/]"

@@ -30,7 +30,7 @@ from flce_dist.launch.call_time import call_ms
 from flce_dist.launch.finetune.config import FinetuneConfig, RunSpec, load_config
 from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.launch.process_group import device_type_of
-from flce_dist.launch.write import check_writable, write_json
+from flce_dist.launch.write import check_writable, with_suffix, write_json
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LIBRARIES = "transformers", "peft"
@@ -56,7 +56,7 @@ def main(args: list[str] | None = None) -> int:
     if missing:
         raise RunError(f"a fine-tuning step needs {missing[0]}: pip install {' '.join(missing)}")
     device = torch.device(device_type_of(config.device))
-    path = config.out.with_name(f"{config.out.name}.json")
+    path = with_suffix(config.out, ".json")
     check_writable(path)
     runs = [Measured(spec, _step_of(spec, config, device)) for spec in config.runs]
     for run in runs:

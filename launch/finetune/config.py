@@ -46,7 +46,7 @@ class FinetuneConfig:
     rank: Annotated[int, SIZE] = 16
     """Of the adapters."""
     adapted: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """The layers that have one, of LAYERS."""
+    """The layers that have one: any of q_, k_, v_, o_, gate_, up_ and down_proj."""
     warmup: Annotated[int, SIZE] = 3
     """Steps of each run before anything is timed, at least 1: kernels compile in the first."""
     rounds: Annotated[int, SIZE] = 10

@@ -10,6 +10,7 @@ of one grid, commit and kind of GPU on different numbers of ranks give first_nam
 
 from flce_dist.launch.program import run_program  # isort: skip  # before other packages
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from flce_dist.launch.plot.figures import best, dial, memory, shares, timeline
 from flce_dist.launch.plot.overview import overview
 from flce_dist.launch.plot.scaling import ResultFile, one_grid, scaling
 from flce_dist.launch.write import write_figure
-from flce_dist.launch.yaml_config import require
+from flce_dist.launch.yaml_config import check_values, require
 
 PROFILE = ".profile"
 """How the stem of a profile ends."""
@@ -40,13 +41,25 @@ class Settings:
 
 def main(args: list[str] | None = None) -> int:
     """Return 0 if every file could be read."""
+    check_values(sys.argv[1:] if args is None else args)
     settings = tyro.cli(
         Settings, prog="python -m flce_dist.launch.plot", args=args, description=__doc__
     )
     require(bool(settings.results), "results must name at least one file, got none")
-    for path in draw(list(settings.results), settings.out):
+    drawn = draw(list(settings.results), settings.out)
+    for path in drawn:
         print(path)
+    for path in settings.results:
+        if not _own_figures(path, settings.out) & set(drawn):
+            print(f"{path}: has no records that a figure shows")
     return 0
+
+
+def _own_figures(path: Path, out: Path) -> set[Path]:
+    """Return the figures that a file may have alone; one that is in others has one of its own."""
+    if path.stem.endswith(PROFILE):
+        return {out / f"{path.stem.removesuffix(PROFILE)}-timeline.png"}
+    return {out / f"{path.stem}-{kind}.png" for kind in FIGURES}
 
 
 Figures = dict[Path, tuple[Figure | None, list[dict[str, Any]]]]

@@ -13,23 +13,32 @@ run that is killed and started again ends where it would have. ``run`` has the l
 import os
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 from flce_dist.launch.process_group import on_rank_0
-from flce_dist.launch.program import run_program
+from flce_dist.launch.program import launcher_number, run_program
 from flce_dist.launch.train import ranks
+from flce_dist.launch.train.checkpoint import named
 from flce_dist.launch.train.config import load_config
 from flce_dist.launch.train.lock import locked
+
+SIGNALLED = 128
+"""Statuses above it are of a signal, by its number."""
 
 
 def main() -> int:
     ranks.end_with_torchrun()
     arguments = sys.argv[1:]
-    rank = os.environ.get("RANK")
-    if rank is None:
-        tensor = load_config(arguments).parallel.tensor
-        return ranks.start_ranks(tensor, "flce_dist.launch.train", arguments)
-    world_size = int(os.environ["WORLD_SIZE"])
-    config = load_config(arguments, world_size=world_size, show_errors=rank == "0")
+    if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+        config = load_config(arguments)
+        status = ranks.start_ranks(config.parallel.tensor, "flce_dist.launch.train", arguments)
+        if status > SIGNALLED:
+            # Behind a progress bar, whose line a rank that was killed has not ended.
+            ranks.say(f"\nstopped; {way_on(config.out_dir)}")
+        return status
+    rank = launcher_number("RANK")
+    world_size = launcher_number("WORLD_SIZE")
+    config = load_config(arguments, world_size=world_size, show_errors=rank == 0)
     device = ranks.choose_device(config)
     ranks.join_ranks(device)
     with ranks.said("loading libraries, vocabulary and text"):
@@ -42,6 +51,12 @@ def main() -> int:
     with ExitStack() as stack:
         on_rank_0(lambda: stack.enter_context(locked(config.out_dir)))
         return run(config, corpus, device)
+
+
+def way_on(out_dir: Path) -> str:
+    """Say what the same command will do after a run that was stopped."""
+    found = named(out_dir / "checkpoints")
+    return f"the same command {f'continues {found[-1]}' if found else 'starts at step 0'}"
 
 
 if __name__ == "__main__":

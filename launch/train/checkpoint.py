@@ -27,6 +27,8 @@ from flce_dist.launch.read import digest, parse_json, read_bytes
 from flce_dist.launch.write import write_synced, writing
 
 MANIFEST = "manifest.json"
+KEYS = {"step", "samples", "config", "files"}
+"""Of a manifest, beside its digest."""
 NAME = r"step-(\d{8}|[1-9]\d{8,})"
 
 
@@ -85,7 +87,7 @@ def save(checkpoint: Checkpoint, state: dict[str, Tensor], *, keep: int) -> None
         _sync_directory(partial)
         partial.rename(checkpoint.path)
         _sync_directory(checkpoint.directory)
-        for old in _named(checkpoint.directory)[:-keep]:
+        for old in named(checkpoint.directory)[:-keep]:
             _remove(old)
 
     try:
@@ -101,10 +103,11 @@ def save(checkpoint: Checkpoint, state: dict[str, Tensor], *, keep: int) -> None
 def newest_whole(directory: Path, say: Callable[[str], None]) -> Checkpoint | None:
     """Return the newest checkpoint whose manifest and files agree; ``say`` which were skipped.
 
-    For one rank; it changes nothing on disk. Raises ``RunError`` if all that are there are damaged.
+    For one rank; it changes nothing on disk. Raises ``RunError`` if all that are there are damaged,
+    or one is whole and of another version, which no damage is.
     """
     damaged = []
-    for path in reversed(_named(directory)):
+    for path in reversed(named(directory)):
         try:
             checkpoint = _verify(path)
         except _Damaged as error:
@@ -132,7 +135,7 @@ def clean(directory: Path, resumed: Checkpoint | None, say: Callable[[str], None
             if path.suffix == ".tmp":
                 say(f"checkpoint {path} was never finished; removing it")
             shutil.rmtree(path)
-    for path in _named(directory):
+    for path in named(directory):
         if resumed is not None and _step(path) > resumed.step:
             bad = path.with_suffix(".bad")
             shutil.rmtree(bad, ignore_errors=True)
@@ -157,6 +160,12 @@ def _verify(path: Path) -> Checkpoint:
         manifest.pop("sha256", None)
         if _render(manifest) != content:
             raise _Damaged(f"{MANIFEST} has other contents than its own digest says")
+        if set(manifest) != KEYS:
+            raise RunError(
+                f"{path} is of another version of flce_dist: its {MANIFEST} has "
+                f"{', '.join(manifest)}, expected {', '.join(sorted(KEYS))}; continue with that "
+                "version, or use another --out-dir"
+            )
         files = manifest.pop("files")
         checkpoint = Checkpoint(path.parent, **manifest)
         if checkpoint.step != _step(path):
@@ -172,7 +181,7 @@ def _verify(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def _named(directory: Path) -> list[Path]:
+def named(directory: Path) -> list[Path]:
     """Return the directories that are named as checkpoints are, oldest first."""
     named = [path for path in directory.glob("step-*") if re.fullmatch(NAME, path.name)]
     return sorted((path for path in named if path.is_dir()), key=_step)

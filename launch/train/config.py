@@ -58,7 +58,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The output layer and loss: which, and ours' options, which ``LinearCrossEntropy`` judges."""
+    """The output layer and loss, and the options of ours."""
 
     kind: Literal["linear_cross_entropy", "megatron_fused", "megatron_unfused"] = (
         "linear_cross_entropy"
@@ -114,7 +114,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    out_dir: Path = Path("runs/quickstart")
+    out_dir: Path = Path("runs/train")
     """Checkpoints, metrics and figures; a run that finds checkpoints there continues them."""
     steps: Annotated[int, SIZE] = 100
     """Train until this step; may be raised to continue a finished run."""
@@ -227,9 +227,15 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def resume_conflicts(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Name each value by which a checkpoint's flat configuration forbids to continue it."""
+    """Name each value by which a checkpoint's flat configuration forbids to continue it.
+
+    An option that the checkpoint's version did not have was as its default is.
+    """
+    saved = {**flatten(RunConfig()), **saved}
 
     def said(flat: dict[str, Any], key: str) -> str:
+        if key not in flat:
+            return "unknown"
         text = f" (of {flat.get('data.text') or 'the manual'})" if key == TEXT_SHA256 else ""
         return f"{flat.get(key)!r}{text}"
 

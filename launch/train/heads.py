@@ -22,16 +22,21 @@ import numpy as np
 from flce_dist.launch.read import parse_json, read_bytes
 from flce_dist.launch.train.config import load_config
 from flce_dist.launch.train.log import METRICS, RUN, record_in
-from flce_dist.launch.write import check_writable, write_json
+from flce_dist.launch.write import check_writable, with_suffix, write_json
 
+PROGRAM = "flce_dist.launch.train.heads"
+SET_HERE = "--head.kind", "--head.schedule", "--out-dir"
 WARM_UP = 20
 """Steps that compile, tune and fill caches."""
+
+OURS_ALONE = "--head.schedule auto --head.max-logits-bytes None --head.impl None".split()
+"""Options of our head that decide how it computes, and not what: Megatron's has none of them."""
 
 HEADS = {
     "cached": ["--head.schedule", "cached"],
     "in_forward": ["--head.schedule", "in_forward"],
-    "megatron_fused": ["--head.kind", "megatron_fused", "--head.schedule", "auto"],
-    "megatron_unfused": ["--head.kind", "megatron_unfused", "--head.schedule", "auto"],
+    "megatron_fused": ["--head.kind", "megatron_fused", *OURS_ALONE],
+    "megatron_unfused": ["--head.kind", "megatron_unfused", *OURS_ALONE],
 }
 """The arguments of each, by the folder of its run."""
 
@@ -39,13 +44,18 @@ HEADS = {
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
+        prog=f"python -m {PROGRAM}",
         description="Train for a few steps with each head; further arguments are those of "
         "flce_dist.launch.train.",
         allow_abbrev=False,
     )
-    parser.add_argument("--out", type=Path, required=True, help="without .json")
+    parser.add_argument("--out", type=Path, required=True, help="stem of the result file, out.json")
     own, of_train = parser.parse_known_args(arguments)
-    path = own.out.with_name(f"{own.out.name}.json")
+    path = with_suffix(own.out, ".json", "--out")
+    for argument in of_train:
+        option = argument.partition("=")[0].replace("_", "-")
+        if option in SET_HERE:
+            raise RunError(f"{option} is set for each head, so it must be left out")
     check_writable(path)
     runs = {
         name: [*of_train, *how, "--out-dir", f"{own.out / name}"] for name, how in HEADS.items()
@@ -61,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
             return status
     of_runs = {name: _facts(own.out / name) for name in runs}
     about = {key: x for key, x in of_runs["cached"].items() if key not in ("command", "config")}
-    about["command"] = shlex.join(["python", "-m", "flce_dist.launch.train.heads", *arguments])
+    about["command"] = shlex.join(["python", "-m", PROGRAM, *arguments])
     records = [_record(name, of_runs[name], own.out / name) for name in runs]
     write_json(path, {"about": about, "records": records})
     for record in records:

@@ -36,7 +36,8 @@ def locked(folder: Path) -> Iterator[None]:
     owner = this_run()
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+", opener=regular)
+        # Unbuffered: closing a buffer that a full disk does not take would raise once more.
+        file = open(path, "ab+", buffering=0, opener=regular)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -59,8 +60,7 @@ def locked(folder: Path) -> Iterator[None]:
             say(f"{holder} ended without giving {folder} back; taking it over")
         with writing(path):
             file.truncate(0)
-            file.write(json.dumps(owner) + "\n")
-            file.flush()
+            file.write(f"{json.dumps(owner)}\n".encode())
         try:
             yield
         finally:

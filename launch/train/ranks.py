@@ -10,13 +10,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from flce_dist.launch.program import launcher_number
 from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.yaml_config import require
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+NO_FILE = "<N/A>"  # torch's ProcessFailure, of a rank that has written none
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a process gets when its parent is gone
 # What a rank runs first: seconds before it has imported torch its launcher may be killed.
 RANK = f"""\
@@ -47,15 +53,29 @@ def start_ranks(ranks: int, module: str, arguments: list[str]) -> int:
     try:
         torchrun(["--standalone", "--nproc-per-node", str(ranks), "--no-python", *rank])
     except ChildFailedError as error:
-        failed, failure = error.get_first_failure()
-        if failure.exitcode >= 0:
-            return failure.exitcode
-        number = signal.Signals(-failure.exitcode)
-        print(f"error: rank {failed} was killed by {number.name}", file=sys.stderr)
-        return 128 + number
+        return _status_of(error.failures)
     except SignalException as error:  # sent to this process; the ranks got SIGTERM and have ended
         return 128 + error.sigval
     return 0
+
+
+def _status_of(failures: "dict[int, ProcessFailure]") -> int:
+    """Return the status of the rank that failed first; print what it cannot have said itself.
+
+    A rank that was killed comes before others, which only miss it. The launcher ends those that
+    are left by SIGTERM.
+    """
+    of_launcher = (-signal.SIGTERM,)
+    killed = [x for x in failures.values() if x.exitcode < 0 and x.exitcode not in of_launcher]
+    failure = min(killed or failures.values(), key=lambda x: x.timestamp)
+    rank = failure.local_rank
+    if failure.exitcode < 0:
+        number = signal.Signals(-failure.exitcode)
+        say(f"error: rank {rank} was killed by {number.name}")
+        return 128 + number
+    if failure.error_file == NO_FILE:  # a rank that explains itself does it there, too
+        say(f"error: rank {rank} ended with status {failure.exitcode} and did not say why")
+    return failure.exitcode
 
 
 def end_with_torchrun() -> None:
@@ -91,7 +111,7 @@ def choose_device(config: RunConfig) -> torch.device:
     """Return the device of this rank; ``ConfigError`` if there is no GPU that it needs."""
     gpus = torch.cuda.device_count()
     kind = ("cuda" if gpus else "cpu") if config.device == "auto" else config.device
-    local_rank, local_ranks = (int(os.environ[f"LOCAL_{x}"]) for x in ("RANK", "WORLD_SIZE"))
+    local_rank, local_ranks = (launcher_number(f"LOCAL_{x}") for x in ("RANK", "WORLD_SIZE"))
     needs = f"device=cuda needs a GPU for each of the {local_ranks} ranks here, found {gpus}"
     require(kind == "cpu" or local_ranks <= gpus, needs)
     needs = "head.impl=triton needs GPUs; on CPU use eager or leave it out"

@@ -44,7 +44,7 @@ from flce_dist.launch.verify.checks import Truth, inputs_and_truths, run_case
 from flce_dist.launch.verify.data import Data
 from flce_dist.launch.verify.report import Record, summary, table, worst_case, worst_of_ranks
 from flce_dist.launch.write import check_writable, write_json
-from flce_dist.launch.yaml_config import check_ranges, require
+from flce_dist.launch.yaml_config import check_ranges, check_values, require
 
 Size = Annotated[int, SIZE]
 Tokens = Annotated[int, cases.TOKENS]
@@ -77,6 +77,7 @@ def main(args: Sequence[str] | None = None) -> int:
     Raises ``ConfigError`` for what cannot be checked, before anything is.
     """
     show_errors = os.environ.get("RANK", "0") == "0"
+    check_values(sys.argv[1:] if args is None else args)
     settings = tyro.cli(
         Settings, prog="python -m flce_dist.launch.verify", args=args, description=__doc__,
         console_outputs=show_errors,
