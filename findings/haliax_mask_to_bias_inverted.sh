@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # haliax 1.4.dev453: nn.attention.mask_to_bias makes the bias of the opposite mask. All masks of
-# that module (causal_mask, prefix_lm_mask, the mask of dot_product_attention) are true where a query
-# may attend, but the bias is -1e9 there and 0 elsewhere. So attention whose bias is made of a causal
-# mask lets each position see the later ones alone, and the last one, which has none, all equally,
-# where the mask itself gives causal attention. No error, no warning.
+# that module (causal_mask, prefix_lm_mask, the mask of dot_product_attention) are true where a
+# query may attend, but the bias is -1e9 there and 0 elsewhere. So attention whose bias is made of a
+# causal mask lets each position see the later ones alone, and the last one, which has none, all
+# equally, where the mask itself gives causal attention. No error, no warning.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
