@@ -46,13 +46,18 @@ class RunError(Exception):
     """An error that is explained by its message: what is wrong, where, and what to do."""
 
 
+def has_launcher() -> bool:
+    """Whether torchrun, or what stands for it, has started this process as a rank."""
+    return not {"RANK", "WORLD_SIZE"}.isdisjoint(os.environ)
+
+
 def launcher_number(name: str, alone: int | None = None) -> int:
     """Return a number that torchrun sets for each rank; ``alone`` if there is no launcher.
 
     Raises ``RunError`` if it is no number, or is missing where others are set.
     """
     value = os.environ.get(name)
-    if value is None and alone is not None and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+    if value is None and alone is not None and not has_launcher():
         return alone
     if value is None or not value.isdecimal():
         got = "nothing" if value is None else repr(value)

@@ -10,13 +10,12 @@ All that a step depends on (weights, optimizer, position in the data) is in the 
 run that is killed and started again ends where it would have. ``run`` has the loop.
 """
 
-import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 from flce_dist.launch.process_group import on_rank_0
-from flce_dist.launch.program import launcher_number, run_program
+from flce_dist.launch.program import has_launcher, launcher_number, run_program
 from flce_dist.launch.train import ranks
 from flce_dist.launch.train.checkpoint import named
 from flce_dist.launch.train.config import load_config
@@ -29,7 +28,7 @@ SIGNALLED = 128
 def main() -> int:
     ranks.end_with_torchrun()
     arguments = sys.argv[1:]
-    if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+    if not has_launcher():
         config = load_config(arguments)
         status = ranks.start_ranks(config.parallel.tensor, "flce_dist.launch.train", arguments)
         if status > SIGNALLED:

@@ -11,7 +11,7 @@ each table first. The exit status is 1 if a budget is missed on any rank, and 2 
 for cannot be checked, such as a shape that does not fit into memory. NCCL on GPUs, gloo elsewhere.
 """
 
-from flce_dist.launch.program import run_program  # isort: skip  # before other packages
+from flce_dist.launch.program import launcher_number, run_program  # isort: skip  # before other packages
 
 import os
 import re
@@ -76,7 +76,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
     Raises ``ConfigError`` for what cannot be checked, before anything is.
     """
-    show_errors = os.environ.get("RANK", "0") == "0"
+    show_errors = launcher_number("RANK", alone=0) == 0
     check_values(sys.argv[1:] if args is None else args)
     settings = tyro.cli(
         Settings, prog="python -m flce_dist.launch.verify", args=args, description=__doc__,
