@@ -27,7 +27,9 @@ from flce_dist.launch.read import digest, parse_json, read_bytes
 from flce_dist.launch.write import write_synced, writing
 
 MANIFEST = "manifest.json"
-KEYS = {"step", "samples", "config", "files"}
+VALUES = "step", "samples", "config"
+"""Of a checkpoint, in its manifest."""
+KEYS = {*VALUES, "files"}
 """Of a manifest, beside its digest."""
 NAME = r"step-(\d{8}|[1-9]\d{8,})"
 
@@ -82,7 +84,7 @@ def save(checkpoint: Checkpoint, state: dict[str, Tensor], *, keep: int) -> None
                 f"checkpoints must lie where all ranks see them, but rank 0 does not find "
                 f"{', '.join(unseen)} of other ranks in {partial}"
             )
-        values = {key: getattr(checkpoint, key) for key in ("step", "samples", "config")}
+        values = {key: getattr(checkpoint, key) for key in VALUES}
         write_synced(partial / MANIFEST, _render({**values, "files": files}))
         _sync_directory(partial)
         partial.rename(checkpoint.path)
