@@ -50,16 +50,19 @@ def main(args: list[str] | None = None) -> int:
     for path in drawn:
         print(path)
     for path in settings.results:
-        if not _own_figures(path, settings.out) & set(drawn):
+        if set(drawn).isdisjoint(_own_figures(path, settings.out).values()):
             print(f"{path}: has no records that a figure shows")
     return 0
 
 
-def _own_figures(path: Path, out: Path) -> set[Path]:
-    """Return the figures that a file may have alone; one that is in others has one of its own."""
+def _own_figures(path: Path, out: Path) -> dict[str, Path]:
+    """Return figures that a file may have alone, by kind; one that is in others has some of these.
+
+    They are a timeline of a profile, and ``FIGURES`` of records.
+    """
     if path.stem.endswith(PROFILE):
-        return {out / f"{path.stem.removesuffix(PROFILE)}-timeline.png"}
-    return {out / f"{path.stem}-{kind}.png" for kind in FIGURES}
+        return {"timeline": out / f"{path.stem.removesuffix(PROFILE)}-timeline.png"}
+    return {kind: out / f"{path.stem}-{kind}.png" for kind in FIGURES}
 
 
 Figures = dict[Path, tuple[Figure | None, list[dict[str, Any]]]]
@@ -78,8 +81,8 @@ def draw(results: list[Path], out: Path) -> list[Path]:
             continue
         about, records = read_results(path)
         by_hardware.setdefault(str(about.get("hardware")), []).append((path, about, records))
-        for kind, figure_of in FIGURES.items():
-            figures[out / f"{path.stem}-{kind}.png"] = figure_of(records), [about]
+        for kind, own in _own_figures(path, out).items():
+            figures[own] = FIGURES[kind](records), [about]
     for files in by_hardware.values():
         figures |= _scaling_of(files, out)
     for files in by_hardware.values():
@@ -92,8 +95,7 @@ def _timeline_of(path: Path, out: Path) -> Figures:
     ranks = about.get("ranks", 1)
     if ranks > 1:
         profiles = [x._replace(shape=f"{x.shape}, {ranks} ranks") for x in profiles]
-    name = path.stem.removesuffix(PROFILE)
-    return {out / f"{name}-timeline.png": (timeline(profiles), [about])}
+    return {_own_figures(path, out)["timeline"]: (timeline(profiles), [about])}
 
 
 def _scaling_of(files: list[ResultFile], out: Path) -> Figures:
