@@ -3,6 +3,7 @@
 T = tokens of the tensor-parallel group, C = tokens of a chunk, V = real vocabulary rows here.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -82,10 +83,13 @@ class Pair:
         chunk_t: int,
         *,
         keeps_logits: bool,
+        on_arrival: Callable[[], None] | None = None,
     ):
         """``teachers`` are of all tokens of the call that is cut into sections.
 
         ``keeps_logits`` tells whether the second model's logits are needed again, as for D.
+        ``on_arrival`` is called once both models' hidden states are here, ahead of the GEMM that
+        reads the second's: the memory that ranks copy from may then hold another section's.
         """
         call = section.call
         operands = section.operands
@@ -100,6 +104,7 @@ class Pair:
         self._gathers = [gathered_logits(*models[0])]
         self._gathers[0][0].start(beside=section.is_later)
         self._second_model = models[1]
+        self._on_arrival = on_arrival
         options = call.options
         self.has_second_pass = not measure.takes_one_pass or (
             options.with_metrics or options.tp_invariant
@@ -167,7 +172,7 @@ class Pair:
         out = others[0] if others else None
         rows = torch.zeros(5, last - first, dtype=self.dtype, device=z.device)
         self.kernels.pair_logits(leader, out=z, rows=rows[:2])
-        self._gathers[1][0].wait()
+        self._arrived()
         if self.measure.takes_one_pass:
             self.kernels.pair_logits(follower, out=out, rows=rows[2:], first=z, first_max=rows[0])
         else:
@@ -184,6 +189,13 @@ class Pair:
         device = logits.labels.device
         for _ in range(1 + self._keeps_second):
             self._buffers.append(new_window(n, logits.V, self.dtype, device))
+
+    def _arrived(self) -> None:
+        """Wait for the second model's hidden states."""
+        self._gathers[1][0].wait()
+        if self._on_arrival is not None:
+            self._on_arrival()
+            self._on_arrival = None
 
     def _compared(self, first: int, last: int, rows: Tensor) -> PairStats:
         """Return statistics of tokens over all ranks; keep metrics if they are asked for."""

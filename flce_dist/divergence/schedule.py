@@ -7,6 +7,7 @@ Collectives of the logits are those of ``Pair``, those of gradients the sum of d
 in flight during the last dweight. Under sequence parallelism groups are sections.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -66,7 +67,14 @@ class Divergence:
         """Return groups of chunks as sections of a call whose hidden is split."""
         return sections_of(call, operands, (self.group_t,))
 
-    def pair(self, section: Section, teacher: TeacherOperands, *, keeps_logits: bool) -> Pair:
+    def pair(
+        self,
+        section: Section,
+        teacher: TeacherOperands,
+        *,
+        keeps_logits: bool,
+        on_arrival: Callable[[], None] | None = None,
+    ) -> Pair:
         """Begin a pass over both models' logits of a section."""
         return Pair(
             section,
@@ -75,21 +83,29 @@ class Divergence:
             self.measure,
             self.chunk_t,
             keeps_logits=keeps_logits,
+            on_arrival=on_arrival,
         )
 
     def statistics(self, call: Call, operands: Operands, teacher: TeacherOperands) -> Taken:
         """Take the statistics of all tokens, and keep no logits.
 
-        A section's first hidden states travel once the one before is computed: both models' are
-        copied from the same memory, one after the other.
+        A section's first hidden states travel during the second GEMM of the one before.
         """
         taken = Taken(call, self.sections(call, operands))
-        pair = self.pair(taken.sections[0], teacher, keeps_logits=False)
-        for section, following in with_next(taken.sections):
-            pair.take_statistics((0, section.call.T))
+        upcoming = iter(taken.sections)
+        begun: list[Pair] = []
+
+        def begin_next() -> None:
+            section = next(upcoming, None)
+            if section is not None:
+                pair = self.pair(section, teacher, keeps_logits=False, on_arrival=begin_next)
+                begun.append(pair)
+
+        begin_next()
+        while begun:
+            pair = begun.pop()
+            pair.take_statistics((0, pair.call.T))
             taken.add(pair)
-            if following is not None:
-                pair = self.pair(following, teacher, keeps_logits=False)
         return taken
 
     def add_groups(
