@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 
 from flce_dist import linear_logprob
 from flce_dist.kernels import tuning
@@ -251,6 +252,7 @@ def test_candidates_that_do_not_fit_into_the_buffer(
     """The best of what was read are kept, the bound rises, and equal logits are no more read."""
     monkeypatch.setattr(winners, "AT_ONCE", 64)
     monkeypatch.setattr(winners, "_SORTED", 4)
+    monkeypatch.setattr(winners, "_PART", tl.constexpr(32))
     g = torch.Generator().manual_seed(0)
     rising = torch.arange(V).float()
     z = {

@@ -38,15 +38,15 @@ def id_of(key):
 
 
 @triton.jit
-def kth_largest(x, k, BITS: tl.constexpr, STEPS: tl.constexpr):
-    """The k-th largest of integers x [N] of so many bits; the lowest number if there are fewer.
+def kth_largest(x, k, STEPS: tl.constexpr):
+    """The k-th largest of int32 x [N]; the lowest number if there are fewer.
 
     Only its first STEPS bits are found. The others are 0, which makes it a lower bound.
     """
-    one = tl.full((), 1, x.dtype)
-    least = one << (BITS - 1)
+    one = tl.full((), 1, tl.int32)
+    least = one << 31
     for i in range(STEPS):
-        more = least ^ (one << (BITS - 1 - i))  # the first step leaves the negative numbers
+        more = least ^ (one << (31 - i))  # the first step leaves the negative numbers
         reached = tl.sum((x >= more).to(tl.int32), axis=0) >= k
         least = tl.where(reached, more, least)
     return least

@@ -41,13 +41,6 @@ def _maxima_of_groups(x, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _places_of_groups(out_ptr, pid_v, groups: tl.constexpr, T, offs_t):
-    """Return where the numbers of a tile's groups are stored, [T, groups] of [all groups, T]."""
-    rows = (pid_v * groups + tl.arange(0, groups)).to(tl.int64)
-    return out_ptr + rows[None, :] * T + offs_t[:, None]
-
-
-@triton.jit
 def _store_groups(part_ptr, x, pid_v, plane, T, offs_t, mask_t, GROUP_V: tl.constexpr):
     """Store the maximum of each group of columns and its sum of ``exp(x - maximum)``."""
     if x.shape[1] == GROUP_V:
@@ -60,18 +53,22 @@ def _store_groups(part_ptr, x, pid_v, plane, T, offs_t, mask_t, GROUP_V: tl.cons
         of_groups, largest = _maxima_of_groups(x, GROUP_V)
         reference = finite(largest)
         total = tl.sum(exp(of_groups - reference[:, :, None]), axis=2)
-        place = _places_of_groups(part_ptr, pid_v, x.shape[1] // GROUP_V, T, offs_t)
+        groups: tl.constexpr = x.shape[1] // GROUP_V
+        rows = (pid_v * groups + tl.arange(0, groups)).to(tl.int64)
+        place = part_ptr + rows[None, :] * T + offs_t[:, None]
         mask = mask_t[:, None]
     tl.store(place, largest, mask=mask)
     tl.store(place + plane, total, mask=mask)
 
 
 @triton.jit
-def _store_maxima(maxima_ptr, x, pid_v, T, offs_t, mask_t, COLUMNS: tl.constexpr):
-    """Store the maximum of each block of so many columns."""
+def _store_maxima(maxima_ptr, x, pid_v, num_v, offs_t, mask_t, COLUMNS: tl.constexpr):
+    """Store the maximum of each block of so many columns, all of a token side by side."""
     _, largest = _maxima_of_groups(x, COLUMNS)
-    place = _places_of_groups(maxima_ptr, pid_v, x.shape[1] // COLUMNS, T, offs_t)
-    tl.store(place, largest, mask=mask_t[:, None])
+    BLOCKS: tl.constexpr = x.shape[1] // COLUMNS
+    maxima_ptr += offs_t.to(tl.int64)[:, None] * (num_v * BLOCKS)
+    place = pid_v * BLOCKS + tl.arange(0, BLOCKS)
+    tl.store(maxima_ptr + place[None, :], largest, mask=mask_t[:, None])
 
 
 @triton.jit
@@ -89,7 +86,7 @@ def _best_pass_kernel(
     labels_ptr, label_logit_ptr,  # in:  [T] int64 (global ids) and fp32 of all ranks, or None
     part_ptr,  # out: [2 * N, T] fp32: maxima of groups, then their sums
     score_ptr, column_ptr, above_ptr,  # out: [num_v, T] fp32, int32 and int32, or None
-    z, maxima_ptr,  # out: [T, V] fp32 and its blocks' maxima [num_blocks, T] fp32, or None
+    z, maxima_ptr,  # out: [T, V] fp32 and its blocks' maxima [T, num_blocks] fp32, or None
     T, V, H,
     strides, stride_z_t,  # the tuple is that of ShardLogits, like scalars
     vocab_start_index, scalars, noise,  # noise: None, or [] and [T] int64
@@ -137,7 +134,7 @@ def _best_pass_kernel(
         if z is not None:
             _store_logits(z, x, start_t, start_v, T, V, stride_z_t, TMA)
             if maxima_ptr is not None:
-                _store_maxima(maxima_ptr, x, pid_v, T, offs_t, mask_t, COLUMNS)
+                _store_maxima(maxima_ptr, x, pid_v, num_v, offs_t, mask_t, COLUMNS)
 
 
 def best_of_shard(
@@ -230,7 +227,7 @@ def _best_of_chunk(
     score = column = above = maxima = None
     columns = min(_block_columns(V, k), launch.group_v)
     if z is not None and columns < launch.group_v:
-        maxima = torch.empty(num_v * (BLOCK_V // columns), T, dtype=torch.float32, device=device)
+        maxima = torch.empty(T, num_v * (BLOCK_V // columns), dtype=torch.float32, device=device)
     if k == 1:
         score = torch.empty(num_v, T, dtype=torch.float32, device=device)
         column = torch.empty(num_v, T, dtype=torch.int32, device=device)
@@ -259,7 +256,7 @@ def _best_of_chunk(
     if z is not None:
         assert out.pairs is not None
         first_id = logits.vocab_start_index
-        maxima = part[0] if maxima is None else maxima  # groups are no larger than blocks
+        maxima = part[0].T if maxima is None else maxima  # groups are no larger than blocks
         del part  # before scratch is allocated
         winners(z, maxima, k, first_id, columns=columns, out=out.pairs)
 

@@ -19,50 +19,70 @@ from flce_dist.kernels.tuning import next_power_of_2
 AT_ONCE = 1024  # logits that a program reads in one step
 _BOUND_BITS = tl.constexpr(20)  # of the bound: 11 of the mantissa; a step for each
 _SORTED = 128  # least number of keys that are sorted in the end
+_PART = tl.constexpr(256)  # of the buffer, in one step
 
 
 @triton.jit
-def _keep_best(buffer_ptr, count, k, BUFFER: tl.constexpr):
-    """Move the k best of ``count`` keys, which are more, to the front; return the least of them."""
+def _load_part(buffer_ptr, start, count):
+    i = start + tl.arange(0, _PART)
+    return tl.load(buffer_ptr + i, mask=i < count, other=LOWEST_KEY)
+
+
+@triton.jit
+def _keep_best(buffer_ptr, count, k):
+    """Move the k best of ``count`` keys, which are more, to the front; return the least of them.
+
+    Few tokens need this, and its registers count for all: so it reads the buffer again for each
+    bit, part by part.
+    """
     tl.debug_barrier()  # all keys have been stored
-    i = tl.arange(0, BUFFER)
-    keys = tl.load(buffer_ptr + i, mask=i < count, other=LOWEST_KEY)
-    least = kth_largest(keys, k, 64, 64)
-    tl.debug_barrier()  # all keys have been loaded
-    is_best = keys >= least
-    place = tl.cumsum(is_best.to(tl.int32), axis=0) - 1
-    tl.store(buffer_ptr + place, keys, mask=is_best)
+    one = tl.full((), 1, tl.int64)
+    least = one << 63
+    for i in range(64):
+        more = least ^ (one << (63 - i))  # the first step leaves the negative numbers
+        reached = 0
+        for start in range(0, count, _PART):
+            reached += tl.sum((_load_part(buffer_ptr, start, count) >= more).to(tl.int32), axis=0)
+        least = tl.where(reached >= k, more, least)
+    kept = 0
+    for start in range(0, count, _PART):
+        keys = _load_part(buffer_ptr, start, count)
+        tl.debug_barrier()  # all keys of the part have been loaded
+        is_best = keys >= least
+        place = kept + tl.cumsum(is_best.to(tl.int32), axis=0) - 1
+        tl.store(buffer_ptr + place, keys, mask=is_best)
+        kept += tl.sum(is_best.to(tl.int32), axis=0)
     return least
 
 
 @triton.jit
-def _winning_blocks(largest_ptr, blocks_ptr, T, t, N, k, BLOCKS: tl.constexpr):
+def _winning_blocks(largest_ptr, stride_n, blocks_ptr, N, k, BLOCKS: tl.constexpr):
     """List the blocks whose maximum reaches the k-th largest; return the bound and their number."""
     n = tl.arange(0, BLOCKS)
-    largest = tl.load(largest_ptr + n.to(tl.int64) * T + t, mask=n < N, other=-float("inf"))
+    largest = tl.load(largest_ptr + n.to(tl.int64) * stride_n, mask=n < N, other=-float("inf"))
     rank = ordered(largest)
-    bound = kth_largest(rank, k, 32, _BOUND_BITS)
+    bound = kth_largest(rank, k, _BOUND_BITS)
     wins = (rank >= bound) & (largest > -float("inf"))
     place = tl.cumsum(wins.to(tl.int32), axis=0) - 1
     tl.store(blocks_ptr + place, n, mask=wins)
     return bound.to(tl.int64) << 32, tl.sum(wins.to(tl.int32), axis=0)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _winners_kernel(
-    z_ptr, largest_ptr,  # in:  [T, V] fp32, [N, T] fp32: of each block of COLUMNS columns
+    z_ptr, largest_ptr,  # in:  [T, V] fp32, [T, N] fp32: of each block of COLUMNS columns
     blocks_ptr, buffer_ptr,  # scratch: [T, N] int16 or int32, [T, capacity] int64
     keys_ptr,  # out: [T, k] int64, the best first
-    T, V, N, k, capacity, stride_z_t, first_id,
-    COLUMNS: tl.constexpr, STEP: tl.constexpr, BLOCKS: tl.constexpr, BUFFER: tl.constexpr,
-    SORTED: tl.constexpr,
+    V, N, k, capacity, stride_z_t, stride_t, stride_n, first_id,  # strides: z's, largest's
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, BLOCKS: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
     """A program takes one token, STEP logits at a time; k + STEP keys are the capacity."""
     t = tl.program_id(0).to(tl.int64)
     z_ptr += t * stride_z_t
+    largest_ptr += t * stride_t
     blocks_ptr += t * N
     buffer_ptr += t * capacity
-    bound, num_blocks = _winning_blocks(largest_ptr, blocks_ptr, T, t, N, k, BLOCKS)
+    bound, num_blocks = _winning_blocks(largest_ptr, stride_n, blocks_ptr, N, k, BLOCKS)
     tl.debug_barrier()  # the list is complete
     count = tl.zeros((), tl.int32)
     for start in range(0, num_blocks, STEP // COLUMNS):
@@ -75,7 +95,7 @@ def _winners_kernel(
         passes = (z > -float("inf")) & (key >= bound)
         more = tl.sum(passes.to(tl.int32), axis=0)
         if count + more > capacity:
-            bound = _keep_best(buffer_ptr, count, k, BUFFER)
+            bound = _keep_best(buffer_ptr, count, k)
             count = k
             passes &= key >= bound
             more = tl.sum(passes.to(tl.int32), axis=0)
@@ -83,7 +103,7 @@ def _winners_kernel(
         tl.store(buffer_ptr + place, key, mask=passes)
         count += more
     if count > SORTED:
-        bound = _keep_best(buffer_ptr, count, k, BUFFER)
+        bound = _keep_best(buffer_ptr, count, k)
         count = k
     tl.debug_barrier()
     i = tl.arange(0, SORTED)
@@ -97,21 +117,20 @@ def winners(
 ) -> None:  # fmt: skip
     """Write the keys of the k best logits of each token to ``out`` [T, k] int64, the best first.
 
-    z is [T, V] fp32 with a unit last stride, ``largest`` [N, T] fp32 the maximum of each block
+    z is [T, V] fp32 with a unit last stride, ``largest`` [T, N] fp32 the maximum of each block
     of ``columns``. Where there are fewer than k logits above -inf, LOWEST_KEY follows.
     """
     T, V = z.shape
-    N = len(largest)
+    N = largest.shape[1]
     step = max(AT_ONCE, columns)
     capacity = k + step
-    buffer = next_power_of_2(capacity)
     of_block = torch.int16 if N < 1 << 15 else torch.int32
-    in_order = min(buffer, max(_SORTED, next_power_of_2(2 * k)))
+    in_order = max(_SORTED, next_power_of_2(2 * k))
     _winners_kernel[(T,)](
         z, largest,
         out.new_empty(T, N, dtype=of_block), out.new_empty(T, capacity),
         out,
-        T, V, N, k, capacity, z.stride(0), first_id,
-        COLUMNS=columns, STEP=step, BLOCKS=max(2, next_power_of_2(N)), BUFFER=buffer,
-        SORTED=in_order, num_warps=4 if buffer <= 2048 else 8,
+        V, N, k, capacity, z.stride(0), *largest.stride(), first_id,
+        COLUMNS=columns, STEP=step, BLOCKS=max(2, next_power_of_2(N)),
+        SORTED=in_order, num_warps=4 if in_order <= 2048 else 8,
     )  # fmt: skip
