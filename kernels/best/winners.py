@@ -16,7 +16,7 @@ from torch import Tensor
 from flce_dist.kernels.best.keys import LOWEST_KEY, key_of, kth_largest, ordered
 from flce_dist.kernels.tuning import next_power_of_2
 
-AT_ONCE = 1024  # logits that a program reads in one step
+AT_ONCE = 512  # logits that a program reads in one step
 _BOUND_BITS = tl.constexpr(20)  # of the bound: 11 of the mantissa; a step for each
 _SORTED = 128  # least number of keys that are sorted in the end
 _PART = tl.constexpr(256)  # of the buffer, in one step
