@@ -30,7 +30,9 @@ def _label_tiles_kernel(
 ):  # fmt: skip
     """A program computes the logits of BLOCK_T tokens at all their labels, and keeps each own."""
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h = strides
-    ignore_index, logit_scale, softcap, inverse_temperature_ptr, _ = scalars
+    ignore_index = scalars.ignore_index
+    inverse_temperature_ptr = scalars.inverse_temperature
+    softcap = scalars.softcap
     offs = tl.arange(0, BLOCK_T)
     offs_t = tl.program_id(0) * BLOCK_T + offs
     label = tl.load(labels_ptr + offs_t, mask=offs_t < T, other=ignore_index)
@@ -49,7 +51,7 @@ def _label_tiles_kernel(
         h = tl.load(hidden_ptr + offs_h[None, :] * stride_hidden_h, mask=mask, other=0.0)
         w = tl.load(weight_ptr + offs_h[None, :] * stride_weight_h, mask=mask, other=0.0)
         acc = dot(h, w.T, acc)
-    z = tl.sum(tl.where(offs[:, None] == offs[None, :], acc, 0.0), axis=1) * logit_scale
+    z = tl.sum(tl.where(offs[:, None] == offs[None, :], acc, 0.0), axis=1) * scalars.logit_scale
     if bias_ptr is not None:
         z += tl.load(bias_ptr + column, mask=is_here, other=0.0).to(tl.float32)
     if softcap is not None:

@@ -31,11 +31,12 @@ def _pair_dlogits_kernel(
 ):  # fmt: skip
     """A program writes BLOCK columns of one token."""
     t = tl.program_id(0).to(tl.int64)  # T * V passes 2**31 at 16k x 128k
-    ignore_index, _, softcap, inverse_ptr, count_ptr = scalars
+    softcap = scalars.softcap
+    inverse_ptr = scalars.inverse_temperature
     offs_v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     # Beyond a whole tile of logits after the last token that counts nobody reads.
-    mask = offs_v < tl.where(t < computed(count_ptr, T) + TILE_T, V, 0)
-    counted = tl.load(labels_ptr + t) != ignore_index
+    mask = offs_v < tl.where(t < computed(scalars.n_counted, T) + TILE_T, V, 0)
+    counted = tl.load(labels_ptr + t) != scalars.ignore_index
     mask_in = mask & counted
     s = tl.load(s_ptr + t * stride_s_t + offs_v, mask=mask_in, other=-float("inf"))
     y = tl.load(t_ptr + t * stride_t_t + offs_v, mask=mask_in, other=-float("inf"))

@@ -19,7 +19,7 @@ from torch import Tensor
 from flce_dist.kernels.logits.launching import matrix, tile_launch, tokens_of_merge
 from flce_dist.kernels.logits.merge_stats import parts_at
 from flce_dist.kernels.logits.operands import ShardLogits
-from flce_dist.kernels.logits.tile import N_COUNTED, logits_tile
+from flce_dist.kernels.logits.tile import logits_tile
 from flce_dist.kernels.primitives import (
     computed,
     exp,
@@ -95,7 +95,7 @@ def _pair_logits_kernel(
     PARTS: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th tile of logits."""
-    num_t = tl.cdiv(computed(scalars[N_COUNTED], T), BLOCK_T)
+    num_t = tl.cdiv(computed(scalars.n_counted, T), BLOCK_T)
     num_v = tl.cdiv(V, BLOCK_V)
     plane = tl.cast(num_v, tl.int64) * T
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=True):

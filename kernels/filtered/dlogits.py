@@ -12,7 +12,7 @@ from flce_dist.kernels.filtered import tiles
 from flce_dist.kernels.filtered.tile_lists import TILE_T, TILE_V, TileLists, list_pointers
 from flce_dist.kernels.logits.launching import tile_launch
 from flce_dist.kernels.logits.operands import ShardLogits
-from flce_dist.kernels.logits.tile import IGNORE_INDEX, label_columns, logits_tile
+from flce_dist.kernels.logits.tile import label_columns, logits_tile
 from flce_dist.kernels.primitives import exp, parts_of, store_tile
 from flce_dist.kernels.rows.formulas import RowGradient
 
@@ -30,7 +30,7 @@ def _kept_dlogits_kernel(
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th part [BLOCK_T, BLOCK_V] of the round's tiles."""
-    ignore_index = scalars[IGNORE_INDEX]
+    ignore_index = scalars.ignore_index
     PARTS_V: tl.constexpr = parts_of(TILE_V, BLOCK_V)
     PARTS: tl.constexpr = parts_of(TILE_T, BLOCK_T) * PARTS_V
     tile_ptr, _, _, _, round_ptr, next_ptr = list_pointers(lists_ptr, T, V, round)

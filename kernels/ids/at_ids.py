@@ -51,7 +51,9 @@ def _logits_at_ids_kernel(
 ):  # fmt: skip
     """A program computes BLOCK_N entries, each in an order of its own: bits do not depend on N."""
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h = strides
-    ignore_index, logit_scale, softcap, inverse_temperature_ptr, _ = scalars
+    ignore_index = scalars.ignore_index
+    inverse_temperature_ptr = scalars.inverse_temperature
+    softcap = scalars.softcap
     n, id, token, row, is_here = _entries(
         ids_ptr, token_ptr, N, V, vocab_start_index, ignore_index, BLOCK_N
     )
@@ -71,7 +73,7 @@ def _logits_at_ids_kernel(
         h = tl.load(hidden_ptr[:, None] + offs_h[None, :] * stride_hidden_h, mask=mask, other=0.0)
         w = tl.load(weight_ptr[:, None] + offs_h[None, :] * stride_weight_h, mask=mask, other=0.0)
         acc += h.to(tl.float32) * w.to(tl.float32)
-    z = tl.sum(acc, axis=1) * logit_scale
+    z = tl.sum(acc, axis=1) * scalars.logit_scale
     if bias_ptr is not None:
         z += tl.load(bias_ptr + row, mask=is_here, other=0.0).to(tl.float32)
     if softcap is not None:

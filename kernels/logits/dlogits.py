@@ -14,9 +14,6 @@ from flce_dist.kernels.ids.at_ids import write_at_ids
 from flce_dist.kernels.logits.launching import tile_launch
 from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.logits.tile import (
-    IGNORE_INDEX,
-    N_COUNTED,
-    SOFTCAP,
     inverse_temperatures,
     logits_tile,
 )
@@ -42,10 +39,10 @@ def _dlogits_kernel(
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_T: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th tile, all columns but the labels'."""
-    ignore_index = scalars[IGNORE_INDEX]
-    softcap = scalars[SOFTCAP]
+    ignore_index = scalars.ignore_index
+    softcap = scalars.softcap
     SCALED: tl.constexpr = a_ptr is not None and b_ptr is None
-    num_t = tl.cdiv(computed(scalars[N_COUNTED], T), BLOCK_T)
+    num_t = tl.cdiv(computed(scalars.n_counted, T), BLOCK_T)
     num_v = tl.cdiv(V, BLOCK_V)
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=True):
         pid_t, pid_v = tile_coordinates(tile, num_t, num_v, GROUP_T)

@@ -24,9 +24,6 @@ from flce_dist.kernels.logits.named_columns import named_column, named_tiles, ta
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits
 from flce_dist.kernels.logits.target import Target
 from flce_dist.kernels.logits.tile import (
-    IGNORE_INDEX,
-    N_COUNTED,
-    SOFTCAP,
     inverse_temperatures,
     label_columns,
     logits_tile,
@@ -112,13 +109,13 @@ def _linear_stats_kernel(
     GROUP_V: tl.constexpr,
 ):  # fmt: skip
     """A program computes every num_programs-th tile of logits, and reduces it over its columns."""
-    ignore_index = scalars[IGNORE_INDEX]
-    softcap = scalars[SOFTCAP]
+    ignore_index = scalars.ignore_index
+    softcap = scalars.softcap
     cached_v, stride_cache_t = cache_sizes
     FLATTEN: tl.constexpr = named is None  # a loop in the epilogue forbids it
     if named is not None:
         ids_ptr, end_ptr, z_ptr, tiles_ptr, most_ptr = named
-    num_t = tl.cdiv(computed(scalars[N_COUNTED], T), BLOCK_T)
+    num_t = tl.cdiv(computed(scalars.n_counted, T), BLOCK_T)
     num_v = tl.cdiv(V, BLOCK_V)
     plane = tl.cast(num_v, tl.int64) * (BLOCK_V // GROUP_V) * T
     for tile in tl.range(tl.program_id(0), num_t * num_v, tl.num_programs(0), flatten=FLATTEN):

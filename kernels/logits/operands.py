@@ -8,6 +8,16 @@ import torch
 from torch import Tensor
 
 
+class Scalars(NamedTuple):
+    """What kernels of tiles take beside matrices, as ``ShardLogits`` has it."""
+
+    ignore_index: int
+    logit_scale: float
+    softcap: float | None
+    inverse_temperature: Tensor | None
+    n_counted: Tensor | None
+
+
 class ShardLogits(NamedTuple):
     """``z = softcap(logit_scale * hidden @ weight.T + bias) / temperature``, never materialised.
 
@@ -47,10 +57,14 @@ class ShardLogits(NamedTuple):
         return (*self.hidden.stride(), *self.weight.stride())
 
     @property
-    def scalars(self) -> tuple[int, float, float | None, Tensor | None, Tensor | None]:
-        """What kernels take together; ``tile.py`` names the places."""
-        inverse = self.inverse_temperature
-        return self.ignore_index, self.logit_scale, self.softcap, inverse, self.n_counted
+    def scalars(self) -> Scalars:
+        return Scalars(
+            self.ignore_index,
+            self.logit_scale,
+            self.softcap,
+            self.inverse_temperature,
+            self.n_counted,
+        )
 
     @property
     def stats_dtype(self) -> torch.dtype:

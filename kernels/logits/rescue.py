@@ -26,8 +26,6 @@ from flce_dist.kernels.logits.named_columns import named_column
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits
 from flce_dist.kernels.logits.target import Target
 from flce_dist.kernels.logits.tile import (
-    IGNORE_INDEX,
-    SOFTCAP,
     inverse_temperatures,
     label_columns,
     logits_of,
@@ -126,8 +124,8 @@ def _rescue_kernel(
 ):  # fmt: skip
     """A program computes every num_programs-th tile of the logits of listed tokens."""
     stride_hidden_t, stride_hidden_h, stride_weight_v, stride_weight_h, stride_cache_t = strides
-    ignore_index = scalars[IGNORE_INDEX]
-    softcap = scalars[SOFTCAP]
+    ignore_index = scalars.ignore_index
+    softcap = scalars.softcap
     count = tl.load(list_ptr)
     num_t = tl.cdiv(count, BLOCK_T)
     num_v = tl.cdiv(V, BLOCK_V)

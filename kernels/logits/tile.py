@@ -5,18 +5,11 @@ import triton.language as tl
 
 from flce_dist.kernels.primitives import dot, load_tile, softcap_tanh
 
-# Places in ``ShardLogits.scalars``.
-IGNORE_INDEX = tl.constexpr(0)
-LOGIT_SCALE = tl.constexpr(1)
-SOFTCAP = tl.constexpr(2)
-INVERSE_TEMPERATURE = tl.constexpr(3)
-N_COUNTED = tl.constexpr(4)
-
 
 @triton.jit
 def inverse_temperatures(scalars, offs_t, mask_t):
     """Those of a tile's tokens, [BLOCK_T, 1]; 1 without any: the compiler drops such a factor."""
-    inverse_temperature_ptr = scalars[INVERSE_TEMPERATURE]
+    inverse_temperature_ptr = scalars.inverse_temperature
     if inverse_temperature_ptr is None:
         return 1.0
     else:
@@ -49,8 +42,8 @@ def logits_tile(
 @triton.jit
 def logits_of(acc, bias_ptr, start_v, V, scalars, inverse_temperature, BLOCK_V: tl.constexpr):
     """Logits [BLOCK_T, BLOCK_V] from products ``acc`` of hidden and weight."""
-    logit_scale = scalars[LOGIT_SCALE]
-    softcap = scalars[SOFTCAP]
+    logit_scale = scalars.logit_scale
+    softcap = scalars.softcap
     z = acc * logit_scale
     if bias_ptr is not None:
         offs_v = start_v + tl.arange(0, BLOCK_V)
