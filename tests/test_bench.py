@@ -5,7 +5,6 @@ import itertools
 import json
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,14 @@ pytest.importorskip("tyro")
 
 from flce_dist.launch.bench import __main__ as bench
 from flce_dist.launch.bench.config import floor_of
-from flce_dist.launch.bench.divergences import KINDS, load_divergence
+from flce_dist.launch.bench.divergences import KINDS
 from flce_dist.launch.bench.files import read_results
 from flce_dist.launch.bench.floors import FLOORS
-from flce_dist.launch.bench.peers import PEERS, Peer, Skipped, canonical
+from flce_dist.launch.bench.peers import PEERS, Peer, canonical
 from flce_dist.launch.bench.report import FIELDS
 from flce_dist.launch.yaml_config import ConfigError
-from flce_dist.testing import run_ranks
 from tests.bench_run import EAGER, arguments, peer, records, run
+from tests.on_ranks import on_ranks
 from tests.processes import started, torchrun
 
 ROOT = Path(__file__).parent.parent
@@ -252,12 +251,11 @@ def test_two_ranks_end_to_end(tmp_path):
     assert "error" not in output
 
 
-def test_one_rank_of_torchrun_is_not_several():
-    load = partial(load_divergence, "divergence_with_logits", "jsd")
-    (alone,) = run_ranks(lambda group: callable(load(group)), 1)
-    assert alone
-    with pytest.raises(Skipped, match="does not split the vocabulary"):
-        run_ranks(load, 2)
+@on_ranks(1)
+def test_one_rank_of_torchrun_is_compared_as_a_process_alone(group, tmp_path):
+    assert run(tmp_path, "  - {impl: divergence_with_logits, divergence: jsd}\n") == 0
+    for record in records(tmp_path, "divergence_with_logits"):
+        assert record.status == "ok" and None not in (record.loss_error, record.dweight_error)
 
 
 def test_an_ended_benchmark_goes_on_after_the_last_whole_shape(tmp_path, monkeypatch, capsys):
