@@ -107,9 +107,9 @@ site.addsitedir(install)
 for name in modules.split():
     print("found", importlib.util.find_spec(name).origin)
 sys.argv[1:] = ["--help"]
-for name in ("train", "bench"):
+for name in ("launch", "launch.train", "launch.bench"):
     try:
-        runpy.run_module(f"flce_dist.launch.{name}", run_name="__main__", alter_sys=True)
+        runpy.run_module(f"flce_dist.{name}", run_name="__main__", alter_sys=True)
     except SystemExit as end:
         print(f"{name}: exit status {end.code}", flush=True)
 os._exit(0)  # what the libraries do at the end takes as long as all this
@@ -156,9 +156,10 @@ def test_every_module_is_found_in_each_kind_of_install(installs, kind):
     assert len(set(found)) == len(modules), output
     tree = install if install.name == "tree" else install.parent
     assert all(Path(origin).is_relative_to(tree) for origin in found)
-    for program in ("train", "bench"):
-        assert f"usage: python -m flce_dist.launch.{program}" in output
+    for program in ("launch", "launch.train", "launch.bench"):
+        assert f"usage: python -m flce_dist.{program}" in output
         assert f"{program}: exit status 0\n" in output
+    assert "\n  verify       Check " in output
     if kind.startswith("wheel"):
         assert len(list(install.rglob("*.py"))) == len(modules)
         assert (install / "flce_dist/py.typed").exists()
