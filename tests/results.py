@@ -174,7 +174,7 @@ def groups_of_gpus(size: int) -> list[str]:
     """
     count = torch.cuda.device_count()
     if count < size:
-        sys.exit(f"error: this machine of docs/results.yaml has {size} GPUs, found {count}")
+        sys.exit(f"error: {size} {'GPU' if size == 1 else 'GPUs'} needed, found {count}")
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = named.split(",") if named else list(map(str, range(count)))
     whole = count - count % size

@@ -148,7 +148,7 @@ def test_a_machine_is_measured_if_its_gpus_are_there(monkeypatch, tmp_path):
     assert results.groups_of_gpus(1) == ["0", "1", "2"] and results.groups_of_gpus(2) == ["0,1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,6")
     assert results.groups_of_gpus(2) == ["7,5"]
-    with pytest.raises(SystemExit, match="has 4 GPUs, found 3"):
+    with pytest.raises(SystemExit, match="4 GPUs needed, found 3"):
         results.measure_all("four GPUs", tmp_path)
 
 
