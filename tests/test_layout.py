@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import versions
+from tests.contract import __main__ as contract
 from tests.processes import started
 from tests.versions import FILES, PAIRS, RL, USERS, VERL
 
@@ -53,6 +55,12 @@ def test_versions_that_are_tested_are_those_of_pyproject_and_of_the_docs():
     assert all(f"\n| {torch}" in page for torch in PAIRS)
     files = {*FILES, *(name for *_, files in USERS.values() for name in files)}
     assert all((ROOT / "tests" / f"test_{name}.py").exists() for name in files)
+
+
+@pytest.mark.parametrize("main", [versions.main, contract.main])
+def test_a_release_that_is_none_of_ours_is_named(main):
+    with pytest.raises(SystemExit, match=r"^error: 0\.5 is none of .*\d"):
+        main(["0.5"])
 
 
 def test_pages_name_the_releases_that_make_users_installs():
