@@ -1,7 +1,9 @@
 """The process group of a program: torchrun's ranks, or none for one process alone."""
 
 import itertools
+import logging
 import os
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -42,6 +44,17 @@ def start(device_type: str) -> tuple[torch.device, Group]:
     if not dist.is_initialized() and "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=TIMEOUT)
     return device, dist.group.WORLD if dist.is_initialized() else None
+
+
+def quiet_megatron() -> None:
+    """Show none of megatron-core's warnings from here on.
+
+    It warns of each optional package that is not there, names what it will deprecate, and calls
+    collectives by names that newer PyTorch deprecates.
+    """
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
 
 
 def rank_and_size(group: Group) -> tuple[int, int]:

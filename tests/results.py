@@ -170,12 +170,15 @@ def measure(command: list[str], free_groups: "SimpleQueue[str]") -> int:
 def groups_of_gpus(size: int) -> list[str]:
     """Cut the visible GPUs into groups of so many, as CUDA_VISIBLE_DEVICES names them.
 
-    Some may be left over. Where there are fewer than ``size`` they are one group.
+    Some may be left over. The program ends if there are fewer than ``size``.
     """
+    count = torch.cuda.device_count()
+    if count < size:
+        sys.exit(f"error: {size} {'GPU' if size == 1 else 'GPUs'} needed, found {count}")
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = named.split(",") if named else list(map(str, range(torch.cuda.device_count())))
-    whole = len(gpus) - len(gpus) % size
-    return [",".join(gpus[i : i + size]) for i in range(0, whole, size)] or [",".join(gpus)]
+    gpus = named.split(",") if named else list(map(str, range(count)))
+    whole = count - count % size
+    return [",".join(gpus[i : i + size]) for i in range(0, whole, size)]
 
 
 def closest(parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from flce_dist.launch.bench.peers import PEERS, Peer, canonical
 from flce_dist.launch.bench.report import FIELDS
 from flce_dist.launch.yaml_config import ConfigError
 from tests.bench_run import EAGER, arguments, peer, records, run
+from tests.on_ranks import on_ranks
 from tests.processes import started, torchrun
 
 ROOT = Path(__file__).parent.parent
@@ -96,7 +97,7 @@ def test_divergences_are_measured_beside_their_gemms(tmp_path):
     run(tmp_path, "".join(f"  - {x}\n" for x in runs))
     found = {(r.T, r.run.name): r for r in records(tmp_path)}
     for (T, _), r in found.items():
-        if r.divergence is None or r.not_installed:
+        if r.divergence is None or r.is_skipped:
             continue
         assert r.op == "linear_divergence" and r.loss_error is not None
         assert r.status == "ok", r.message
@@ -104,7 +105,7 @@ def test_divergences_are_measured_beside_their_gemms(tmp_path):
         assert (r.dweight_error is None) == (r.mode == "forward")
     floors = {r.impl for r in found.values() if r.op == "floor"}
     assert floors == {"gemm2_forward", "gemm4", "gemm6"}
-    assert found[24, "liger_divergence tv"].not_installed
+    assert found[24, "liger_divergence tv"].is_skipped
 
 
 def test_smoke_grid_runs_everywhere(tmp_path, capsys):
@@ -121,10 +122,10 @@ def test_smoke_grid_runs_everywhere(tmp_path, capsys):
     assert {record.schedule for record in ours} == {*schedules}
     floors = {(r.T, r.impl): r.p50_ms for r in found if r.op == "floor"}
     for record in found:
-        assert record.status in ("ok", "error"), record
-        if record.status == "error":
+        assert record.status in ("ok", "skipped"), record
+        if record.status == "skipped":
             assert record.impl in ("liger", "torch_linear_cross_entropy")
-            assert record.message.startswith("NotInstalled") and record.p50_ms is None
+            assert record.message and record.p50_ms is None
             continue
         assert 0 < record.p20_ms <= record.p50_ms <= record.p80_ms
         if record.op == "floor":
@@ -222,9 +223,11 @@ def test_a_loss_of_0_is_right_and_nothing_else(tmp_path, monkeypatch):
 
 
 def test_two_ranks_end_to_end(tmp_path):
+    """Peers of one rank are skipped, among them those of divergences."""
     runs = EAGER + (
         "  - {impl: eager, schedule: recompute, sequence_parallel: true}\n  - {impl: canonical}\n"
         "  - {impl: gathered_weight, sequence_parallel: true}\n"
+        "  - {impl: divergence_with_logits, divergence: jsd}\n"
     )
     command = torchrun("-m", "flce_dist.launch.bench", *arguments(tmp_path, runs), "--trace")
     with started(command, tmp_path, forks=True) as running:
@@ -240,8 +243,19 @@ def test_two_ranks_end_to_end(tmp_path):
     for record in (*ours, *records(tmp_path, "gathered_weight")):
         assert record.P == 2 and record.status == "ok" and record.ratio > 0
         assert record.loss_error < 1e-6 and record.dhidden_error < 1e-5 > record.dweight_error
-    for record in records(tmp_path, "canonical"):
-        assert record.message.endswith("canonical does not split the vocabulary over ranks")
+    of_one_rank = records(tmp_path, "canonical") + records(tmp_path, "divergence_with_logits")
+    for record in of_one_rank:
+        assert record.status == "skipped" and record.p50_ms is None
+        assert record.message == "it does not split the vocabulary over ranks"
+    assert output.count(f"skipped: {record.message}") == len(of_one_rank) == 4
+    assert "error" not in output
+
+
+@on_ranks(1)
+def test_one_rank_of_torchrun_is_compared_as_a_process_alone(group, tmp_path):
+    assert run(tmp_path, "  - {impl: divergence_with_logits, divergence: jsd}\n") == 0
+    for record in records(tmp_path, "divergence_with_logits"):
+        assert record.status == "ok" and None not in (record.loss_error, record.dweight_error)
 
 
 def test_an_ended_benchmark_goes_on_after_the_last_whole_shape(tmp_path, monkeypatch, capsys):
@@ -284,10 +298,10 @@ def test_a_peer_that_is_not_installed_is_no_error_in_the_table(tmp_path, monkeyp
     monkeypatch.setitem(PEERS, "liger", Peer(absent, "liger-kernel"))
     assert run(tmp_path, "  - {impl: liger}\n") == 0
     found = records(tmp_path, "liger")
-    assert found and all(record.not_installed and record.status == "error" for record in found)
+    assert found and {record.status for record in found} == {"skipped"}
     printed = capsys.readouterr().out
-    assert "liger-kernel is not installed:" in printed
-    assert "error" not in printed and "NotInstalled" not in printed
+    assert "skipped: liger-kernel is not installed:" in printed
+    assert "error" not in printed and "Skipped" not in printed
 
 
 @pytest.mark.parametrize("text", [

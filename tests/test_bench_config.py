@@ -84,6 +84,7 @@ def test_how_samples_are_taken_belongs_to_what_results_mean_and_where_they_go_do
 
 
 TOLD = RunSpec("canonical", max_counted=True)
+EACH, CACHED = RunSpec("canonical", per_token=True), RunSpec("liger", schedule="cached")
 SCORES = RunSpec("eager", over="ids")
 BEST = RunSpec("eager", best="rank")
 TOLD_SCORES = RunSpec("eager", over="ids", max_counted=True)
@@ -98,6 +99,8 @@ SHAPE, RUN, SP = (ShapeSpec(T=6, V=30),), (RunSpec("eager"),), (RunSpec(sequence
     (BenchConfig(shapes=SHAPE, runs=RUN * 2), 1, "runs must differ, got 'eager auto' twice"),
     (BenchConfig(shapes=SHAPE, runs=(RunSpec("quick"),)), 1, "impl must be one of .*'quick'"),
     (BenchConfig(shapes=SHAPE, runs=(TOLD,)), 1, "max_counted is an option of triton and"),
+    (BenchConfig(shapes=SHAPE, runs=(EACH,)), 1, "per_token is an option .* 'canonical per_token"),
+    (BenchConfig(shapes=SHAPE, runs=(CACHED,)), 1, "schedule is an option of triton and eager, go"),
     (
         BenchConfig(shapes=SHAPE, runs=(SCORES,)),
         1,

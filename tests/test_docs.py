@@ -142,6 +142,16 @@ def test_every_file_is_measured_by_a_grid():
             assert len(grids) == len(programs & {*command})
 
 
+def test_a_machine_is_measured_if_its_gpus_are_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert results.groups_of_gpus(1) == ["0", "1", "2"] and results.groups_of_gpus(2) == ["0,1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,6")
+    assert results.groups_of_gpus(2) == ["7,5"]
+    with pytest.raises(SystemExit, match="4 GPUs needed, found 3"):
+        results.measure_all("four GPUs", tmp_path)
+
+
 def test_the_error_closest_to_its_budget_is_kept(tmp_path):
     errors = [("cached", 4, 3e-6, 1e-5), ("auto", 8, 2e-6, 4e-6), ("auto", 9, 9e-6, 1e-4)]
     parts, written = list[list[str]](), list[Any]()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import versions
+from tests.contract import __main__ as contract
 from tests.processes import started
 from tests.versions import FILES, PAIRS, RL, USERS, VERL
 
@@ -53,6 +55,12 @@ def test_versions_that_are_tested_are_those_of_pyproject_and_of_the_docs():
     assert all(f"\n| {torch}" in page for torch in PAIRS)
     files = {*FILES, *(name for *_, files in USERS.values() for name in files)}
     assert all((ROOT / "tests" / f"test_{name}.py").exists() for name in files)
+
+
+@pytest.mark.parametrize("main", [versions.main, contract.main])
+def test_a_release_that_is_none_of_ours_is_named(main):
+    with pytest.raises(SystemExit, match=r"^error: 0\.5 is none of .*\d"):
+        main(["0.5"])
 
 
 def test_pages_name_the_releases_that_make_users_installs():
@@ -107,9 +115,9 @@ site.addsitedir(install)
 for name in modules.split():
     print("found", importlib.util.find_spec(name).origin)
 sys.argv[1:] = ["--help"]
-for name in ("train", "bench"):
+for name in ("launch", "launch.train", "launch.bench"):
     try:
-        runpy.run_module(f"flce_dist.launch.{name}", run_name="__main__", alter_sys=True)
+        runpy.run_module(f"flce_dist.{name}", run_name="__main__", alter_sys=True)
     except SystemExit as end:
         print(f"{name}: exit status {end.code}", flush=True)
 os._exit(0)  # what the libraries do at the end takes as long as all this
@@ -156,9 +164,10 @@ def test_every_module_is_found_in_each_kind_of_install(installs, kind):
     assert len(set(found)) == len(modules), output
     tree = install if install.name == "tree" else install.parent
     assert all(Path(origin).is_relative_to(tree) for origin in found)
-    for program in ("train", "bench"):
-        assert f"usage: python -m flce_dist.launch.{program}" in output
+    for program in ("launch", "launch.train", "launch.bench"):
+        assert f"usage: python -m flce_dist.{program}" in output
         assert f"{program}: exit status 0\n" in output
+    assert "\n  verify       Check " in output
     if kind.startswith("wheel"):
         assert len(list(install.rglob("*.py"))) == len(modules)
         assert (install / "flce_dist/py.typed").exists()

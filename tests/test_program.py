@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from flce_dist.launch import __main__ as listing
 from flce_dist.launch import program
 from flce_dist.launch.program import EXTRAS, MODULES, RunError, run_program
 from flce_dist.testing import RankPool
@@ -197,6 +198,21 @@ def test_extras_are_those_of_pyproject():
     # Ranks gather objects through it, in launch.verify for example.
     assert any(line.startswith("numpy") for line in project["dependencies"])
     assert set(EXTRAS) <= {path.name for path in LAUNCH.iterdir()}
+
+
+def test_programs_are_listed_by_their_own_descriptions(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["launch"])
+    assert listing.main() == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split()[0] for line in lines] == sorted([*PROGRAMS, "train.heads"])
+    for line in lines:
+        name = line.split()[0].replace(".", "/")
+        files = LAUNCH / name / "__main__.py", LAUNCH / f"{name}.py"
+        (path,) = filter(Path.exists, files)
+        assert path.read_text().startswith('"""' + line[15:]) and line.endswith(".")
+    monkeypatch.setattr(sys, "argv", ["launch", "train", "--help"])
+    with pytest.raises(RunError, match=r"by its own name, .*, got train --help$"):
+        listing.main()
 
 
 UNREAD = """

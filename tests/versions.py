@@ -114,6 +114,10 @@ def row(release: str, found: Counter[str]) -> str:
 def main(arguments: Sequence[str]) -> int:
     at = arguments.index("--") if "--" in arguments else len(arguments)
     names = [x for name in arguments[:at] for x in (USERS if name == "users" else [name])]
+    known = [*PAIRS, *USERS]
+    unknown = set(names) - {*known}
+    if unknown:
+        sys.exit(f"error: {', '.join(sorted(unknown))} is none of {', '.join(known)}, users")
     results = {release: run(release, arguments[at + 1 :]) for release in names or PAIRS}
     (FOLDER / "results.json").write_text(json.dumps(results, indent=1))
     print("\n".join(row(*one) for one in results.items()))

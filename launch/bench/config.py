@@ -39,6 +39,7 @@ class RunSpec:
     schedule: ScheduleName = "auto"
     """Of ours; peers and floors have none."""
     max_logits_bytes: Annotated[int | None, COUNT] = None
+    """Of ours, as linear_cross_entropy takes it."""
     mode: Mode = "forward_backward"
     """forward runs without gradients; floors have a mode of their own."""
     sequence_parallel: bool = False
@@ -277,5 +278,6 @@ def _check_run(run: RunSpec, names: list[str], *, all_count: bool) -> None:
         is_trained = run.is_ours and run.frozen and run.mode == "forward_backward"
         is_mean = run.over is None and not run.per_token and run.filter_eps is None
         require(is_trained and is_mean, f"low_rank is of a mean {ours}, with frozen, {got}")
-    for name in ("max_counted", "skip_ignored"):
-        require(run.is_ours or not getattr(run, name), f"{name} is an option {ours}, {got}")
+    for name in ("schedule", "max_logits_bytes", "max_counted", "skip_ignored", "per_token"):
+        is_default = getattr(run, name) == getattr(RunSpec, name)
+        require(run.is_ours or is_default, f"{name} is an option {ours}, {got}")

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import NamedTuple, get_args
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from flce_dist.arguments.options import Kind
-from flce_dist.launch.bench.peers import NotInstalled
+from flce_dist.launch.bench.peers import Skipped, require_one_rank
 from flce_dist.reference import reference_linear_divergence
 
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -67,7 +68,7 @@ def _liger(kind: str) -> Divergence:
 
 def _beta(library: str, kind: str) -> float:
     if kind not in BETAS:
-        raise NotInstalled(f"{library} has no divergence {kind}")
+        raise Skipped(f"{library} has no divergence {kind}")
     return BETAS[kind]
 
 
@@ -85,13 +86,14 @@ DIVERGENCES: dict[str, DivergencePeer] = {
 }
 
 
-def load_divergence(name: str, kind: str) -> Divergence:
-    """Return a peer's function; raise if it is not installed, or has no such divergence."""
+def load_divergence(name: str, kind: str, tp_group: dist.ProcessGroup | None) -> Divergence:
+    """Return a peer's function; raise ``Skipped`` if it cannot run here, or has no such one."""
     peer = DIVERGENCES[name]
+    require_one_rank(tp_group)
     try:
         return peer.load(kind)
     except ModuleNotFoundError as error:
-        raise NotInstalled(f"{peer.package or name} is not installed: {error}") from error
+        raise Skipped(f"{peer.package or name} is not installed: {error}") from error
 
 
 def true_divergence(

@@ -25,15 +25,13 @@ from flce_dist.scores import linear_logprob
 
 
 def load_run(run: RunSpec, problem: Problem) -> LossFunction:
-    """Return the function of a run that is no floor; raise if it cannot run here."""
+    """Return the function of a run that is no floor; raise ``Skipped`` if it cannot run here."""
     if run.is_ours:
         return _ours(run, problem)
-    tp_group = problem.tp_group
     if run.impl not in DIVERGENCES:
-        return load_peer(run.impl, tp_group)
-    if tp_group is not None:
-        raise NotImplementedError(f"{run.impl} does not split the vocabulary over ranks")
-    return partial(_from_teacher, load_divergence(run.impl, str(run.divergence)), problem, run)
+        return load_peer(run.impl, problem.tp_group)
+    divergence = load_divergence(run.impl, str(run.divergence), problem.tp_group)
+    return partial(_from_teacher, divergence, problem, run)
 
 
 def leaves_of(run: RunSpec, problem: Problem) -> tuple[Tensor, Tensor]:

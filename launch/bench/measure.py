@@ -45,7 +45,7 @@ class Measured:
     call_ms: float = 0.0  # of the first call timed
     calls: int = 1  # of a sample
     samples_ms: list[float] = field(default_factory=list)  # time of one call on the slowest rank
-    failure: str | None = None  # message of the first rank that failed
+    failure: str | None = None  # message of all ranks, or of the first that failed
     _loss_of: LossFunction | None = None
     _replay: Callable[[], Any] | None = None
 
@@ -161,8 +161,10 @@ class Measured:
         except Exception as error:  # a peer may raise anything, and must not end the others
             message, *_ = f"{type(error).__name__}: {error}".splitlines()
         if self.problem.tp_group is not None:
-            everyones = enumerate(failures(message, self.problem.tp_group))
-            message = next((f"rank {rank}: {text}" for rank, text in everyones if text), None)
+            everyones = failures(message, self.problem.tp_group)
+            if len(set(everyones)) > 1:
+                texts = enumerate(everyones)
+                message = next(f"rank {rank}: {text}" for rank, text in texts if text)
         self.failure = message
         if self.failure is None:
             return result

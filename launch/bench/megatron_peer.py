@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce_dist.launch.process_group import quiet_megatron
+
 _current_device: Callable[[], Any] = torch.cuda.current_device
 
 
@@ -22,6 +24,7 @@ def load(
     fused: bool, tp_group: dist.ProcessGroup | None
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return ``loss_of(hidden, weight, labels)``, sequence parallel if hidden is [T / P, H]."""
+    quiet_megatron()
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.layers import (

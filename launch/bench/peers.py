@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from flce_dist import linear_cross_entropy
 from flce_dist.launch.bench import megatron_peer
-from flce_dist.launch.process_group import own_tokens, reduced
+from flce_dist.launch.process_group import own_tokens, rank_and_size, reduced
 
 TOP_K_PEER = "torch_top_k"
 DROPPED_EPS = 2.0**-12
@@ -30,8 +30,8 @@ LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(hidden [T, H], weight [V, H], labels [T]) -> mean loss``."""
 
 
-class NotInstalled(RuntimeError):
-    """The peer is not there, in this version of its package or at all."""
+class Skipped(RuntimeError):
+    """Why a peer cannot run here, which is no error: it is not installed, or made for one rank."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _compiled(loss_of: LossFunction) -> Peer:
 
 def _load_torch_linear_cross_entropy(tp_group: object) -> LossFunction:
     if not hasattr(F, "linear_cross_entropy"):
-        raise NotInstalled(f"torch {torch.__version__} has no linear_cross_entropy")
+        raise Skipped(f"torch {torch.__version__} has no linear_cross_entropy")
     # Without options it is the reference implementation, with all logits.
     return functools.partial(F.linear_cross_entropy, options=torch.nn.LinearCrossEntropyOptions())
 
@@ -189,12 +189,18 @@ PEERS: dict[str, Peer] = {
 }
 
 
+def require_one_rank(tp_group: dist.ProcessGroup | None) -> None:
+    """Raise ``Skipped`` on several ranks, for a peer that needs the whole vocabulary on its own."""
+    if rank_and_size(tp_group)[1] > 1:
+        raise Skipped("it does not split the vocabulary over ranks")
+
+
 def load_peer(name: str, tp_group: dist.ProcessGroup | None) -> LossFunction:
-    """Return the peer's loss function; raise if it is not installed, or runs on one rank only."""
+    """Return the peer's loss function; raise ``Skipped`` if it cannot run here."""
     peer = PEERS[name]
-    if tp_group is not None and tp_group.size() > 1 and not peer.parallel:
-        raise NotImplementedError(f"{name} does not split the vocabulary over ranks")
+    if not peer.parallel:
+        require_one_rank(tp_group)
     try:
         return peer.load(tp_group)
     except ModuleNotFoundError as error:
-        raise NotInstalled(f"{peer.package or name} is not installed: {error}") from error
+        raise Skipped(f"{peer.package or name} is not installed: {error}") from error

@@ -219,7 +219,8 @@ def errors_of(
     run: RunSpec, loss: Tensor, gradients: list[Tensor], problem: Problem, truth: Truth
 ) -> Errors:
     """Compare one call's loss, and dhidden and dweight if there are any, with the truth."""
-    if not run.has_loss or (run.divergence is not None and problem.tp_group is not None):
+    is_divergence = run.divergence is not None
+    if not run.has_loss or (is_divergence and rank_and_size(problem.tp_group)[1] > 1):
         return Errors()
     if run.divergence is not None:
         chunk = max(1, CHUNK_BYTES // (8 * len(problem.weight)))

@@ -7,6 +7,7 @@ run needs, or of the loss (``config.floor_of``). A forward run at few tokens rea
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from statistics import median
 
@@ -17,12 +18,14 @@ from rich.table import Table
 from flce_dist.launch.bench.config import RunSpec, ShapeSpec, floor_of
 from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.measure import Measured
-from flce_dist.launch.bench.peers import NotInstalled
+from flce_dist.launch.bench.peers import Skipped
 from flce_dist.launch.process_group import rank_and_size
 
 MIB = 2**20
-_NOT_INSTALLED = f"{NotInstalled.__name__}: "
-"""In the message of a record, before what is not there."""
+_SKIPPED = f"{Skipped.__name__}: "
+"""How the failure of a run begins that no rank could make."""
+_ERRORS_BEFORE = re.compile("NotInstalled: |does not split the vocabulary over ranks$")
+"""Of older files, in messages of errors that are skipped runs now."""
 LOSS_BUDGET = 1e-4
 """Relative error that a loss may have, or one eps of its own dtype (bf16: 0.8 %) if more."""
 GRADIENT_BUDGET = 2e-2
@@ -57,7 +60,7 @@ class Record:
     dweight_error: float | None = None
     floor_ms: float | None = None
     ratio: float | None = None
-    status: str = "ok"  # ok, wrong or error
+    status: str = "ok"  # ok, wrong, skipped or error
     message: str | None = None
     filter_eps: float | None = None
     kept_share: float | None = None  # of the tiles
@@ -82,8 +85,9 @@ class Record:
         return self.T, self.H, self.V, self.dtype
 
     @property
-    def not_installed(self) -> bool:
-        return self.status == "error" and _NOT_INSTALLED in (self.message or "")
+    def is_skipped(self) -> bool:
+        older = self.status == "error" and _ERRORS_BEFORE.search(self.message or "") is not None
+        return older or self.status == "skipped"
 
     @property
     def run(self) -> RunSpec:
@@ -123,7 +127,9 @@ def _make_record(
     if not run.is_ours or run.mode == "forward":
         facts["schedule"] = None
     if measured.failure is not None:
-        return Record(**facts, status="error", message=measured.failure)
+        is_skipped = measured.failure.startswith(_SKIPPED)
+        message = measured.failure.removeprefix(_SKIPPED)
+        return Record(**facts, status="skipped" if is_skipped else "error", message=message)
     p20, p50, p80 = np.quantile(measured.samples_ms, (0.2, 0.5, 0.8)).tolist()
     floor_ms = None if is_floor else p50_ms.get(floor_of(run))
     is_loss = run.over is None and run.divergence is None
@@ -200,7 +206,5 @@ def _remark(record: Record) -> str:
     """Return what a table says of a run that went wrong, or that could not be measured here."""
     if record.status == "ok":
         return ""
-    message = record.message or ""
-    if record.not_installed:
-        return f"[dim]{escape(message.partition(_NOT_INSTALLED)[2][:120])}[/]"
-    return f"[red]{record.status}: {escape(message[:120])}[/]"
+    style = "dim" if record.is_skipped else "red"
+    return f"[{style}]{record.status}: {escape((record.message or '')[:120])}[/]"

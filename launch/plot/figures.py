@@ -4,6 +4,7 @@ All are of runs with gradients, a panel for each shape, in the order of the file
 """
 
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -94,10 +95,10 @@ def with_gradients(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def by_shape(records: Iterable[Record], mode: str) -> dict[str, list[Record]]:
-    """Group what was installed by shape, floors too; a shape with floors alone drops out."""
+    """Group what was not skipped by shape, floors too; a shape with floors alone drops out."""
     shapes: dict[str, list[Record]] = {}
     for r in records:
-        if r.mode == mode and not r.not_installed:
+        if r.mode == mode and not r.is_skipped:
             ranks = f", {r.P} ranks" if r.P > 1 else ""
             shapes.setdefault(f"T={r.T}, H={r.H}, V={r.V}, {r.dtype}{ranks}", []).append(r)
     return {s: of_shape for s, of_shape in shapes.items() if any(r.op != "floor" for r in of_shape)}
@@ -106,8 +107,8 @@ def by_shape(records: Iterable[Record], mode: str) -> dict[str, list[Record]]:
 def memory(records: list[Record]) -> Figure | None:
     """Draw the memory beyond inputs and gradients, as bars.
 
-    Wrong results are hatched, a failed run shows its message instead of a bar, and what was not
-    installed is listed below.
+    Wrong results are hatched, a failed run shows its message instead of a bar, and what was
+    skipped is listed below.
     """
     grouped = with_gradients(records)
     shapes = {s: [r for r in of_shape if r.op != "floor"] for s, of_shape in grouped.items()}
@@ -125,9 +126,9 @@ def memory(records: list[Record]) -> Figure | None:
         for y, r in enumerate(of_shape):
             _bar(axes, y, r, least)
         name_rows(axes, [r.run.name for r in of_shape], fontsize=8)
-    missing = ", ".join(sorted({r.impl for r in records if r.not_installed}))
-    below = f"\nnot installed: {missing}" if missing else ""
-    stacked[-1].set_xlabel(f"{WORKSPACE} (logarithmic){below}", fontsize=8)
+    skipped = ", ".join(sorted({r.impl for r in records if r.is_skipped}))
+    below = textwrap.fill(f"skipped: {skipped}", 80) if skipped else ""
+    stacked[-1].set_xlabel(f"{WORKSPACE} (logarithmic)\n{below}".rstrip(), fontsize=8)
     figure.suptitle("Forward and backward of output layer and loss: memory", fontsize=10)
     return figure
 

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from flce_dist.launch.process_group import quiet_megatron
 from flce_dist.launch.program import launcher_number
 from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.yaml_config import require
@@ -127,11 +127,7 @@ def join_ranks(device: torch.device) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    # megatron-core warns of each optional package that is not there, names what it will deprecate,
-    # and calls collectives by names that newer PyTorch deprecates.
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"megatron\.")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
+    quiet_megatron()
 
 
 def say(message: str) -> None:

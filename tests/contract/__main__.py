@@ -57,6 +57,9 @@ def as_text(result: dict[str, Any]) -> str:
 
 
 def main(releases: Sequence[str]) -> None:
+    unknown = set(releases) - {*RELEASES}
+    if unknown:
+        sys.exit(f"error: {', '.join(sorted(unknown))} is none of {', '.join(RELEASES)}")
     found = about(torch.device("cpu"))
     commit = found.pop("commit")
     for other in ("megatron-core", "cuda", "nccl"):
