@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("transformers")
 
@@ -71,6 +72,15 @@ def test_hooks_of_all_modules_see_logits():
     with real_logits() as made:
         step(plugged)
     assert made == []
+
+
+def test_counting_flops_needs_no_logits():
+    """Its hooks of all modules note which module runs."""
+    plugged = ours(theirs())
+    with FlopCounterMode(display=False) as counter, real_logits() as made:
+        step(plugged)
+    assert made == [] and "LlamaForCausalLM" in counter.flop_counts
+    assert not vars(plugged)["linear_cross_entropy"].warned
 
 
 def test_hooks_around_the_layer_see_logits():
