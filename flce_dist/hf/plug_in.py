@@ -261,11 +261,11 @@ def _forward_of(base: Any) -> Callable[..., Any]:
         for layer in layers:
             layer.recording = recording
         try:
-            output = base.forward(self, *args, **kwargs)
+            return recording.finished(base.forward(self, *args, **kwargs))
         finally:
+            recording.end()
             for layer, before in zip(layers, outer, strict=True):
                 layer.recording = before
-        return recording.finish(output)
 
     # Without __wrapped__: accelerate calls what it finds there when it takes its own casts away.
     forward.__doc__ = base.forward.__doc__
