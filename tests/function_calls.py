@@ -1,4 +1,4 @@
-"""A call of each public function with ``(hidden, weight, labels)``, by its name."""
+"""A call of each public function with ``(hidden, weight, labels)`` and keywords, by its name."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,12 +20,16 @@ CALLS: dict[str, Callable[..., Any]] = {
     "data_parallel_linear_cross_entropy": partial(
         data_parallel_linear_cross_entropy, data_group=None
     ),
-    "linear_logprob": lambda hidden, weight, labels: linear_logprob(
-        hidden, weight, labels[..., None]
+    "linear_logprob": lambda hidden, weight, labels, **keywords: linear_logprob(
+        hidden, weight, labels[..., None], **keywords
     ),
-    "linear_divergence": lambda hidden, weight, labels: linear_divergence(
-        hidden, weight, hidden.detach(), weight.detach()
+    "linear_divergence": lambda hidden, weight, labels, **keywords: linear_divergence(
+        hidden, weight, hidden.detach(), weight.detach(), **keywords
     ),
-    "linear_top_k": lambda hidden, weight, labels: linear_top_k(hidden, weight, 2, labels=labels),
-    "linear_sample": lambda hidden, weight, labels: linear_sample(hidden, weight, 1),
+    "linear_top_k": lambda hidden, weight, labels, **keywords: linear_top_k(
+        hidden, weight, 2, labels=labels, **keywords
+    ),
+    "linear_sample": lambda hidden, weight, labels, **keywords: linear_sample(
+        hidden, weight, 1, **keywords
+    ),
 }

@@ -28,8 +28,8 @@ def test_a_step_equals_the_models_own(kind):
     plugged = ours(model)
     shifted = torch.randint(VOCAB, (B, S), generator=torch.Generator().manual_seed(2))
     own = {"ignore_index": 8, "labels": batch()["labels"].clamp(min=8), "num_items_in_batch": 5}
-    settings: Any = {}, {"num_items_in_batch": torch.tensor(7)}, {"shift_labels": shifted}, own
-    for given in settings:
+    of_counts: Any = {"num_items_in_batch": torch.tensor(7)}, {"num_items_in_batch": 0.25}
+    for given in ({}, *of_counts, {"shift_labels": shifted}, own):
         compare(step(plugged, **given), step(model, **given), BUDGET)
     with real_logits() as made:
         assert plugged(**batch()).logits is NO_LOGITS
@@ -211,6 +211,42 @@ def test_copies_and_restoring():
         assert type(replica(**batch()).logits) is Tensor
 
 
+def test_a_model_that_its_class_makes_has_no_plug_in(tmp_path):
+    """As code does that needs another model like this one, from its config or its files."""
+    model = theirs()
+    plugged = ours(model, label_smoothing=0.1)
+    plugged.save_pretrained(tmp_path)
+    made = type(plugged)(plugged.config)
+    made.load_state_dict(plugged.state_dict())
+    for one in (made, type(plugged).from_pretrained(tmp_path)):
+        compare(step(one.train()), step(model), BUDGET)
+        use_linear_cross_entropy(one, label_smoothing=0.1)
+        with real_logits() as logits:
+            compare(step(one), step(plugged), BUDGET)
+        assert logits == []
+        compare(step(restore(one)), step(model), BUDGET)
+
+
+def test_a_forward_that_calls_the_model():
+    """The inner call ends with its own logits alone."""
+    model = theirs()
+
+    class Twice(type(model)):  # type: ignore[misc]
+        def forward(self, input_ids, labels=None, is_inner=False):
+            if is_inner:
+                return super().forward(input_ids=input_ids, labels=labels)
+            inner = self(input_ids=input_ids, labels=labels, is_inner=True)
+            outer = super().forward(input_ids=input_ids, labels=labels)
+            return type(outer)(loss=outer.loss + inner.loss)
+
+    plugged = ours(model, label_smoothing=0.1)
+    expected = 2 * plugged(**batch()).loss
+    model.__class__ = Twice
+    with real_logits() as made:
+        torch.testing.assert_close(ours(model, label_smoothing=0.1)(**batch()).loss, expected)
+    assert made == []
+
+
 def test_a_plugged_model_is_pickled():
     model = theirs("cohere, product")
     plugged = ours(model, logits=True, z_loss_weight=0.1)
@@ -287,7 +323,9 @@ def test_refusals():
 
     text = complaint(NotImplementedError, layer)
     assert "must be an nn.Linear, or LoRA on one, got Quantized" in text
-    assert "of the instance with input_ids, " in complaint(NotImplementedError, own_forward)
+    patched = complaint(NotImplementedError, own_forward)
+    assert "of the instance with input_ids, " in patched
+    assert patched.endswith("call it before others, such as accelerate, patch the model")
     assert complaint(NotImplementedError, without_labels).endswith("got that of Mine with kwargs")
     assert "loss_function must be ForCausalLMLoss" in complaint(NotImplementedError, own_loss)
     wrapped = complaint(NotImplementedError, nn.Sequential)

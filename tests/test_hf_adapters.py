@@ -136,6 +136,23 @@ def test_a_second_adapter_with_a_copy_of_its_own(order):
     equal_steps(plugged, model)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["LoRA on the head", "LoRA below, a trained copy of the head"])
+def test_an_adapter_of_each_row(name, order):
+    """PEFT tells its layers by a hook which rows are whose: the loss is of real logits."""
+    losses = []
+    for one in pair(name, order):
+        one.add_adapter("second", peft.LoraConfig(r=2, **LORA[name]))
+        one.set_adapter("second")
+        fill(one)
+        one.set_adapter("default")
+        of_rows = {"adapter_names": ["default", "second"]}
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the loss is computed from real logits")
+            losses.append(one.eval()(**batch(), **of_rows).loss)
+    torch.testing.assert_close(*losses)
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3, tied"])
 @pytest.mark.parametrize("size", [VOCAB + 6, VOCAB - 8])
 def test_another_number_of_tokens(kind, size):

@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("transformers")
 
 from flce_dist.hf import NO_LOGITS
 from tests.contract.compare import compare
+from tests.garbage import tensors_in_cycles
 from tests.hf_models import VOCAB, B, S, batch, ours, real_logits, step, theirs
 
 BUDGET = 1e-5  # fp32
@@ -71,6 +73,15 @@ def test_hooks_of_all_modules_see_logits():
     with real_logits() as made:
         step(plugged)
     assert made == []
+
+
+def test_counting_flops_needs_no_logits():
+    """Its hooks of all modules note which module runs."""
+    plugged = ours(theirs())
+    with FlopCounterMode(display=False) as counter, real_logits() as made:
+        step(plugged)
+    assert made == [] and "LlamaForCausalLM" in counter.flop_counts
+    assert not vars(plugged)["linear_cross_entropy"].warned
 
 
 def test_hooks_around_the_layer_see_logits():
@@ -238,6 +249,24 @@ def test_metrics_without_gradients():
     model, plugged = with_forward(forward)
     compare(step(plugged, may_warn=True), step(model), BUDGET)
     assert not plugged(**batch())["entropy"].requires_grad
+
+
+@pytest.mark.parametrize("given", [{}, {"logits": True}], ids=str)
+def test_what_a_forward_holds_ends_with_its_results(given):
+    """Hidden states and real logits would otherwise stay until Python collects its garbage."""
+    plugged = ours(theirs("gemma2, softcap"))
+    assert tensors_in_cycles(lambda: plugged(**batch(), **given).loss.backward()) == []
+
+
+def test_what_a_forward_holds_ends_when_it_fails():
+    """As when memory runs out, and a smaller batch is tried."""
+    plugged = ours(theirs())
+
+    def fails() -> None:
+        with pytest.raises(ValueError, match="labels must be"):
+            plugged(**batch(), logits_to_keep=3)
+
+    assert tensors_in_cycles(fails) == []
 
 
 def test_logits_that_a_model_keeps_are_closed_after_the_forward():

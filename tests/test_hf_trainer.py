@@ -17,9 +17,9 @@ pytest.importorskip("accelerate")
 import accelerate
 import transformers
 
-from flce_dist.hf import NO_LOGITS, use_linear_cross_entropy
+from flce_dist.hf import NO_LOGITS, restore, use_linear_cross_entropy
 from tests.contract.compare import compare
-from tests.hf_models import VOCAB, S, ours, real_logits, theirs
+from tests.hf_models import VOCAB, S, ours, real_logits, step, theirs
 from tests.on_ranks import on_ranks
 from tests.test_hf_on_ranks import RELEASE, loaded
 
@@ -99,6 +99,23 @@ def test_accelerate(mixed_precision):
     assert accelerator.gather_for_metrics(out.loss.detach()).isfinite()
     asked = prepared(input_ids=rows_of, labels=rows_of, logits=True).logits
     assert asked.dtype == torch.float32 and asked.requires_grad
+    reset_accelerate()
+
+
+def test_accelerate_takes_its_casts_away_again():
+    reset_accelerate()
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    expected = step(ours(theirs(), label_smoothing=0.1))
+    plugged = ours(theirs(), label_smoothing=0.3)
+    prepared = accelerator.prepare(plugged)
+    use_linear_cross_entropy(prepared, label_smoothing=0.1)
+    with real_logits() as made:
+        step(prepared)
+        alone = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+        assert alone is plugged
+        compare(step(alone), expected, 1e-5)
+    assert made == []
+    compare(step(restore(alone)), step(theirs()), 1e-5)
     reset_accelerate()
 
 

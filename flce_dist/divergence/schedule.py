@@ -7,8 +7,9 @@ Collectives of the logits are those of ``Pair``, those of gradients the sum of d
 in flight during the last dweight. Under sequence parallelism groups are sections.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -94,19 +95,26 @@ class Divergence:
         taken = Taken(call, self.sections(call, operands))
         upcoming = iter(taken.sections)
         begun: list[Pair] = []
-
-        def begin_next() -> None:
-            section = next(upcoming, None)
-            if section is not None:
-                pair = self.pair(section, teacher, keeps_logits=False, on_arrival=begin_next)
-                begun.append(pair)
-
-        begin_next()
+        self._begin_next(upcoming, teacher, begun)
         while begun:
             pair = begun.pop()
             pair.take_statistics((0, pair.call.T))
             taken.add(pair)
         return taken
+
+    def _begin_next(
+        self, upcoming: Iterator[Section], teacher: TeacherOperands, begun: list[Pair]
+    ) -> None:
+        """Append the next section's pair, if there is one; it does the same when it arrives.
+
+        No function inside ``statistics``: that would refer to itself, and keep the teacher's
+        tensors until Python collects its garbage.
+        """
+        section = next(upcoming, None)
+        if section is None:
+            return
+        on_arrival = partial(self._begin_next, upcoming, teacher, begun)
+        begun.append(self.pair(section, teacher, keeps_logits=False, on_arrival=on_arrival))
 
     def add_groups(
         self,

@@ -109,13 +109,14 @@ def use_linear_cross_entropy(
     if logits not in (None, True, False):
         raise ValueError(f"logits must be None, True or False, got {logits!r}")
     _check_kind(model)
-    base = _base_of(restore(model))
+    base = _base_of(model)
     _check_model(base)
     base.linear_cross_entropy = Settings({**options}, logits)
     head = base.get_output_embeddings()
     base.linear_cross_entropy.modules_around(base, head)
     _adopt(head)
-    base.__class__ = fused_class(base.__class__, is_layer=False)
+    if not _is_ours(type(base).forward):
+        base.__class__ = fused_class(base.__class__, is_layer=False)
     return model
 
 
@@ -128,6 +129,11 @@ def restore(model: Any) -> Any:
             if "unfused" in vars(type(module)):
                 module.__class__ = type(module).unfused
     return model
+
+
+def _is_ours(forward: Any) -> bool:
+    """Whether a forward is the plug-in's, maybe in a wrapper of accelerate."""
+    return getattr(inspect.unwrap(forward), "__module__", None) == __name__
 
 
 def _base_of(model: Any) -> Any:
@@ -174,12 +180,16 @@ def _check_model(base: Any) -> None:
             f"the output layer must be an nn.Linear, or LoRA on one, got {_class_names(head)}"
         )
     names = [*inspect.signature(base.forward).parameters]
-    is_patched = "forward" in vars(base)
+    is_patched = "forward" in vars(base) and not _is_ours(base.forward)
     if "labels" not in names or is_patched:
-        place = "the instance" if is_patched else type(base).__name__
+        place = type(base).__name__
+        way_out = ""
+        if is_patched:
+            place = "the instance"
+            way_out = ": call it before others, such as accelerate, patch the model"
         raise NotImplementedError(
             "forward must be that of the class and name labels among its parameters, got that of "
-            f"{place} with {', '.join(names)}"
+            f"{place} with {', '.join(names)}{way_out}"
         )
     if base.loss_function is not ForCausalLMLoss:
         raise NotImplementedError(
@@ -219,23 +229,23 @@ def _blank(base: Any, is_layer: bool) -> Any:
 
 
 def _with_an_item(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return keywords whose divisor of the loss is at least 1: that of no label is then 0."""
+    """Return keywords whose divisor of the loss is 1 instead of 0: that of no label is then 0."""
     count = kwargs.get("num_items_in_batch")
     if count is None:
         return kwargs
-    count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+    count = count.masked_fill(count == 0, 1) if isinstance(count, Tensor) else count or 1
     return {**kwargs, "num_items_in_batch": count}
 
 
 def _forward_of(base: Any) -> Callable[..., Any]:
     """Return the model's forward, with symbolic logits if there are labels."""
-    place = [*inspect.signature(base.forward).parameters].index("labels") - 1
+    signature = inspect.signature(base.forward)
+    place = [*signature.parameters].index("labels") - 1
 
-    @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, logits: bool | None = None, **kwargs: Any) -> Any:
         labels = args[place] if len(args) > place else kwargs.get("labels")
-        settings = self.linear_cross_entropy
-        if labels is None or settings.is_off:
+        settings = getattr(self, "linear_cross_entropy", None)  # None: made by type(model)(config)
+        if labels is None or settings is None or settings.is_off:
             return base.forward(self, *args, **kwargs)
         kwargs = _with_an_item(kwargs)
         head = self.get_output_embeddings()
@@ -247,13 +257,18 @@ def _forward_of(base: Any) -> Callable[..., Any]:
         wanted = next(x for x in (logits, settings.logits, not self.training) if x is not None)
         recording = Recording(settings.keywords, settings.warn, wants_logits=wanted)
         layers = _adopt(head)
+        outer = [layer.recording for layer in layers]  # of a forward that has called this one
         for layer in layers:
             layer.recording = recording
         try:
-            output = base.forward(self, *args, **kwargs)
+            return recording.finished(base.forward(self, *args, **kwargs))
         finally:
-            for layer in layers:
-                layer.recording = None
-        return recording.finish(output)
+            recording.end()
+            for layer, before in zip(layers, outer, strict=True):
+                layer.recording = before
 
+    # Without __wrapped__: accelerate calls what it finds there when it takes its own casts away.
+    forward.__doc__ = base.forward.__doc__
+    forward.__qualname__ = base.forward.__qualname__
+    forward.__signature__ = signature  # type: ignore[attr-defined]
     return forward

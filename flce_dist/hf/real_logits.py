@@ -23,6 +23,7 @@ _HARMLESS = (
     *SPLITTING,
     "torch.distributed.fsdp.",
     "torch.distributed._composable.",
+    "torch.distributed._tools.",
     "torch.utils.module_tracker",
 )
 """Modules whose hooks only move tensors or count calls; any other hook may look at logits."""
@@ -40,7 +41,7 @@ def why_real(head: Any, around: list[nn.Module], *, is_replica: bool) -> str | N
     """
     if is_replica:
         return "DataParallel gathers them"
-    if hooks_of(nn.modules.module, ["_global" + kind for kind in OUTPUT_HOOKS]):
+    if _foreign_hooks_of(nn.modules.module, ["_global" + kind for kind in OUTPUT_HOOKS]):
         return "a hook of all modules may look at them"
     for module in around:
         if hooks_of(module, OUTPUT_HOOKS) or isinstance(module, FSDPModule):
@@ -71,6 +72,8 @@ def why_layer_is_real(layer: Any) -> str | None:
         return "the output layer has hooks beside those of tensor parallelism"
     if not hasattr(layer, "lora_A"):
         return None
+    if _has_hooks_of_keywords(layer):
+        return "a hook may give its LoRA keywords, such as PEFT's adapter_names"
     adapters = adapters_of(layer)
     if adapters and isinstance(below.weight, DTensor):
         return "its weight, with LoRA, is a DTensor"
@@ -87,6 +90,13 @@ def _is_watched(layer: Any) -> bool:
     own = vars(layer).get("forward")
     is_patched = own is not None and not is_of(own, SPLITTING)
     return is_patched or bool(_foreign_hooks_of(layer, OUTPUT_HOOKS))
+
+
+def _has_hooks_of_keywords(layer: Any) -> bool:
+    """Whether something but sharding may add keywords to a call of the layer."""
+    hooks = vars(layer)["_forward_pre_hooks"]
+    with_keywords = [hooks[key] for key in vars(layer)["_forward_pre_hooks_with_kwargs"]]
+    return not all(is_of(hook, _HARMLESS) for hook in with_keywords)
 
 
 def _foreign_hooks_of(module: Any, kinds: Any) -> list[Any]:

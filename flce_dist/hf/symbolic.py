@@ -57,13 +57,19 @@ class Recording:
             blank.requires_grad_()
         return blank.as_subclass(SymbolicLogits).of(call, Formula(), None)
 
-    def finish(self, output: Any) -> Any:
-        """Return the output of the forward without symbolic logits, and end them."""
-        output = _replaced(output, self._returned)
+    def finished(self, output: Any) -> Any:
+        """Return the output of the forward without symbolic logits."""
+        return _replaced(output, self._returned)
+
+    def end(self) -> None:
+        """End symbolic logits with the forward, and the cycles of references that they are in.
+
+        These would keep hidden states, and real logits, until Python collects its garbage.
+        """
         self.is_over = True
         for call in self.calls:
             call.made.clear()
-        return output
+        self.calls.clear()
 
     def _returned(self, logits: "SymbolicLogits") -> Any:
         if logits.call.values is None and logits.call.is_in_loss:
