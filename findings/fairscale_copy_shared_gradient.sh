@@ -16,7 +16,11 @@ import sys
 
 import torch
 import torch.distributed as dist
-from fairscale.nn.model_parallel import copy_to_model_parallel_region, initialize_model_parallel
+from fairscale.nn.model_parallel import (
+    copy_to_model_parallel_region,
+    destroy_model_parallel,
+    initialize_model_parallel,
+)
 
 dist.init_process_group("gloo")
 with contextlib.redirect_stdout(io.StringIO()):
@@ -45,6 +49,7 @@ for turn in range(dist.get_world_size()):
         for label, value in results.items():
             print(f"    {label:20} {value.tolist()}", flush=True)
     dist.barrier()
+destroy_model_parallel()
 dist.destroy_process_group()
 is_as_described = torch.equal(results["h + 1 * copy(h)"], expected)
 is_as_described &= torch.equal(results["h + copy(h)"], 2 * total)

@@ -17,7 +17,7 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fairscale.nn.model_parallel import initialize_model_parallel
+from fairscale.nn.model_parallel import destroy_model_parallel, initialize_model_parallel
 from fairscale.nn.model_parallel.cross_entropy import vocab_parallel_cross_entropy
 from fairscale.nn.model_parallel.layers import ColumnParallelLinear
 from fairscale.nn.model_parallel.mappings import gather_from_model_parallel_region
@@ -73,6 +73,7 @@ if rank == 0:
         print(f"{label:27} cross-entropy {cross_entropy:.5f}, z-loss {z_loss:.5f}", end=", ")
         print(f"gradient up to {error:.6f} off")
 dist.barrier()
+destroy_model_parallel()
 dist.destroy_process_group()
 is_as_described = abs(first[0] - expected[0]) < 1e-5 and abs(last[0] - expected[0]) < 1e-5
 is_as_described &= abs(first[1] - expected[1]) < 1e-5 and last[1] < 0.2 * expected[1]
