@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # adapters 1.3.0: Average("a", "b") multiplies the outputs of n adapters by weights whose sum is 1
 # and then takes their mean, which divides by n once more. So two adapters with the same weights
-# average to half of one of them, four to a quarter, and a weight of 1 for one of them gives
-# it half of its effect. Its documentation calls this the average of the outputs. No error, no
-# warning; average_adapter(), which averages parameters, is right.
+# average to half of one of them, four to a quarter, and a weight of 1 for one of them gives it half
+# of its effect. Its documentation calls this the average of the outputs. No error, no warning;
+# average_adapter(), which averages parameters, is right.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 transformers==4.57.6 adapters==1.3.0
+"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 transformers==4.57.6 \
+    adapters==1.3.0
 cat > "$folder/program.py" <<'PROGRAM'
 import sys
 

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# adapters 1.3.0: reset_adapter() does not take a merged DoRA adapter out of the weights: it computes
-# the original ones, forgets to store them, and deletes its copy of them. The model is then taken for
-# unmerged: without an active adapter it is not the base model any more, with the adapter active it
-# is applied to the merged weights, and merge_adapter() merges it once more. LoRA comes out exactly.
+# adapters 1.3.0: reset_adapter() does not take a merged DoRA adapter out of the weights: it
+# computes the original ones, forgets to store them, and deletes its copy of them. The model is then
+# taken for unmerged: without an active adapter it is not the base model any more, with the adapter
+# active it is applied to the merged weights, and merge_adapter() merges it once more. LoRA comes
+# out exactly.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 transformers==4.57.6 adapters==1.3.0
+"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 transformers==4.57.6 \
+    adapters==1.3.0
 cat > "$folder/program.py" <<'PROGRAM'
 import sys
 

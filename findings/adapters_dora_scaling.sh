@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # adapters 1.3.0: a DoRA adapter whose alpha is not its r computes something else merged than not.
-# Forward scales B A x by alpha / r, but not the B A in the norm by which it divides; merge_adapter()
-# scales neither, so the merged model is that of alpha = r. DoRA would scale both. With alpha = r all
-# are the same. LoRA merges right. No error, no warning.
+# Forward scales B A x by alpha / r, but not the B A in the norm by which it divides;
+# merge_adapter() scales neither, so the merged model is that of alpha = r. DoRA would scale both.
+# With alpha = r all are the same. LoRA merges right. No error, no warning.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 transformers==4.57.6 adapters==1.3.0
+"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 transformers==4.57.6 \
+    adapters==1.3.0
 cat > "$folder/program.py" <<'PROGRAM'
 import sys
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # axolotl 0.19.0: the loss by which its KD trainer distills multiplies the divergence by
 # kd_temperature squared, but not its gradient. So at temperature T the gradient of the teacher's
-# part is 1 / T^2 of the derivative of the loss that is reported, and weighs that much less
-# beside the labels' part than kd_alpha and kd_ce_alpha say. The square is there to keep the two in
+# part is 1 / T^2 of the derivative of the loss that is reported, and weighs that much less beside
+# the labels' part than kd_alpha and kd_ce_alpha say. The square is there to keep the two in
 # proportion at any T. At T = 1 all is right.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-# all that axolotl asks for would be gigabytes; of its pinned versions, these are what the loss imports
+# all that axolotl asks for would be gigabytes; of its pinned versions, the loss imports these
 "$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 transformers==5.16.1 \
     peft==0.20.0 accelerate==1.13.0 liger-kernel==0.8.1 pydantic==2.12.5 addict==2.4.0
 "$folder/venv/bin/pip" install --quiet --no-deps axolotl==0.19.0
@@ -49,7 +49,7 @@ for of_labels, of_teacher in ((1.0, 0.0), (0.0, 1.0), (0.5, 0.5)):
         states = hidden.clone().requires_grad_()
         loss(states).backward()
         derivative = (states.grad * direction).sum().item()
-        print(f"    T = {temperature}: of the loss {expected:10.5f}, by backward {derivative:10.5f}")
+        print(f"    T = {temperature}: of the loss {expected:9.5f}, by backward {derivative:9.5f}")
         if of_teacher == 0 or temperature == 1:
             is_as_described &= abs(derivative / expected - 1) < 0.01
         elif of_labels == 0:

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# colossalai 0.5.0: cross_entropy_1d, its cross-entropy of logits split by class, gives a token whose
-# label is ignore_index no loss, but a gradient if ignore_index is an id of the vocabulary, as that of
-# padding: its label's logit gets minus that of a token that counts, all others none. So training
-# raises the logit of padding wherever there is padding. No error, no warning; with -100, the default,
-# and in F.cross_entropy there is no gradient.
+# colossalai 0.5.0: cross_entropy_1d, its cross-entropy of logits split by class, gives a token
+# whose label is ignore_index no loss, but a gradient if ignore_index is an id of the vocabulary, as
+# that of padding: its label's logit gets minus that of a token that counts, all others none. So
+# training raises the logit of padding wherever there is padding. No error, no warning; with -100,
+# the default, and in F.cross_entropy there is no gradient.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
 # colossalai pins torch<=2.5.1 and a lot that this function does not need; these are its imports
-"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 transformers==4.57.6 peft==0.13.2 \
-    galore-torch==1.0 psutil==7.2.2 einops==0.8.2 rich==15.0.0 click==8.5.1 contexttimer==0.3.3 \
-    ninja==1.13.2 pydantic==2.14.4
+"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 transformers==4.57.6 \
+    peft==0.13.2 galore-torch==1.0 psutil==7.2.2 einops==0.8.2 rich==15.0.0 click==8.5.1 \
+    contexttimer==0.3.3 ninja==1.13.2 pydantic==2.14.4
 "$folder/venv/bin/pip" install --quiet --no-deps colossalai==0.5.0
 cat > "$folder/program.py" <<'PROGRAM'
 import logging

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# colossalai 0.5.0: cross_entropy_1d, its cross-entropy of logits split by class, divides its mean by
-# the number of tokens whose loss is not 0 rather than by that of the labels that count. A token that
-# is predicted with a lead of about 17 has a loss of exactly 0 in fp32, and then loss and gradients
-# of the others are too large; if all are, the mean is NaN. No error, no warning. F.cross_entropy
-# counts such tokens.
+# colossalai 0.5.0: cross_entropy_1d, its cross-entropy of logits split by class, divides its mean
+# by the number of tokens whose loss is not 0 rather than by that of the labels that count. A token
+# that is predicted with a lead of about 17 has a loss of exactly 0 in fp32, and then loss and
+# gradients of the others are too large; if all are, the mean is NaN. No error, no warning.
+# F.cross_entropy counts such tokens.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
 # colossalai pins torch<=2.5.1 and a lot that this function does not need; these are its imports
-"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 transformers==4.57.6 peft==0.13.2 \
-    galore-torch==1.0 psutil==7.2.2 einops==0.8.2 rich==15.0.0 click==8.5.1 contexttimer==0.3.3 \
-    ninja==1.13.2 pydantic==2.14.4
+"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 transformers==4.57.6 \
+    peft==0.13.2 galore-torch==1.0 psutil==7.2.2 einops==0.8.2 rich==15.0.0 click==8.5.1 \
+    contexttimer==0.3.3 ninja==1.13.2 pydantic==2.14.4
 "$folder/venv/bin/pip" install --quiet --no-deps colossalai==0.5.0
 cat > "$folder/program.py" <<'PROGRAM'
 import logging

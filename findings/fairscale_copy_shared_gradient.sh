@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# fairscale 0.4.13: the backward of copy_to_model_parallel_region all-reduces the gradient that it is
-# handed in place, though autograd hands the same tensor to the other side of a sum. So in
-# h + copy_to_model_parallel_region(h) the plain h gets the sum over all ranks as well, rather than its
+# fairscale 0.4.13: the backward of copy_to_model_parallel_region all-reduces the gradient that it
+# is handed in place, though autograd hands the same tensor to the other side of a sum. So in h +
+# copy_to_model_parallel_region(h) the plain h gets the sum over all ranks as well, rather than its
 # own rank's gradient. With a factor of 1 before the copy, which gives it a gradient of its own, the
 # result is right. No error, no warning.
 set -euo pipefail

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# fairscale 0.4.13: vocab_parallel_cross_entropy subtracts each token's largest logit from the logits
-# that it is given, in place. What a caller computes of them afterwards is another number: a z-loss
-# takes log Z - max for log Z, and so nearly vanishes, with its gradient. Before the call it is right,
-# so the order of two lines changes the loss. F.cross_entropy leaves its input alone. No error, no
-# warning: autograd is not told of the change.
+# fairscale 0.4.13: vocab_parallel_cross_entropy subtracts each token's largest logit from the
+# logits that it is given, in place. What a caller computes of them afterwards is another number: a
+# z-loss takes log Z - max for log Z, and so nearly vanishes, with its gradient. Before the call it
+# is right, so the order of two lines changes the loss. F.cross_entropy leaves its input alone. No
+# error, no warning: autograd is not told of the change.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # fairscale 0.4.13: MEVO, its fused output layer and cross-entropy in tiles, takes the logarithm of
 # exp(logit - max) / sum rather than logit - max - log(sum). So a token whose label's logit is about
-# 103 below the largest makes the loss infinite and all gradients NaN. It is meant for a weight shared
-# with an embedding: nn.Embedding's own initial weights and 512 normalized hidden features get there
-# in the first step. F.cross_entropy of the same numbers is finite.
+# 103 below the largest makes the loss infinite and all gradients NaN. It is meant for a weight
+# shared with an embedding: nn.Embedding's own initial weights and 512 normalized hidden features
+# get there in the first step. F.cross_entropy of the same numbers is finite.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -2,8 +2,8 @@
 # ai2-olmo-core 3.0.0: the last losses and gradient norms by which SkipStepAdamW and SkipStepLion
 # decide are not in their state_dict. After a resume nothing is skipped until half of
 # rolling_interval_length (64 of 128 steps by default) has passed, and later with other thresholds:
-# an outlier that an uninterrupted run skips is applied. No error, no warning. The optimizer that the
-# same library has for MoE models keeps both lists in its checkpoints.
+# an outlier that an uninterrupted run skips is applied. No error, no warning. The optimizer that
+# the same library has for MoE models keeps both lists in its checkpoints.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -63,7 +63,7 @@ for cls in (SkipStepAdamW, SkipStepLion):
     for stop in (40, 100, 145):
         other, skipped = resumed(cls, stop)
         distance = (parameter - other).abs().max().item()
-        print(f"    resumed at {stop:3}:   skipped {skipped}, parameters {distance:.6f} away at last")
+        print(f"    resumed at {stop:3}:   skipped {skipped}, parameters {distance:.6f} away")
         if stop == 40:  # 110 steps are enough to decide again
             is_as_described &= skipped == [bad_step] and distance == 0
         else:

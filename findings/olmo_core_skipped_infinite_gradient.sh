@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # ai2-olmo-core 3.0.0: a step that SkipStepAdamW skips because its gradients are infinite still
 # makes parameters, and both moments, NaN for good: the step is skipped by a product with 0, and 0
-# times infinity is NaN. step_skipped is 1 all the same. In SkipStepLion the parameters stay, but the
-# momentum is NaN then. In both, the infinite norm stays among the last norms, whose mean is infinite
-# therefore, so that every later step is skipped, however good, until it has left them. No warning.
+# times infinity is NaN. step_skipped is 1 all the same. In SkipStepLion the parameters stay, but
+# the momentum is NaN then. In both, the infinite norm stays among the last norms, whose mean is
+# infinite therefore, so that every later step is skipped, however good, until it has left them. No
+# warning.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -46,7 +46,7 @@ print(f"{is_ignored.sum()} of {labels.numel()} labels ignored, fp64: {expected()
 for reduction in ("sum", "none"):
     loss, gradient = loss_and_gradient(reduction)
     of_ignored = gradient[is_ignored].abs().max().item()
-    print(f"{reduction!r}: {loss.sum():.5f} in all, gradient of ignored ones up to {of_ignored:.5f}")
+    print(f"{reduction!r}: {loss.sum():.5f} in all, gradient of ignored up to {of_ignored:.5f}")
     if reduction == "none":
         print(f"    loss of the ignored ones {loss[is_ignored].tolist()}")
         of_counted = loss[~is_ignored].sum().item()
