@@ -136,7 +136,11 @@ class WithoutNamed(NamedTuple):
 
 def _joined(of_chunks: list[TokenStats]) -> TokenStats:
     """Return what scores read of the statistics, of all tokens."""
-    return TokenStats(*(torch.cat(parts) for parts in list(zip(*of_chunks, strict=True))[:3]))
+    return TokenStats(
+        label_logit=torch.cat([stats.label_logit for stats in of_chunks]),
+        reference=torch.cat([stats.reference for stats in of_chunks]),
+        others=torch.cat([stats.others for stats in of_chunks]),
+    )
 
 
 def _mean_rows(stats: TokenStats, *, from_lse: bool) -> RowGradient:

@@ -47,5 +47,5 @@ def scored(
         z, ids, unnamed, vocab_size=call.vocab_size, with_entropy=call.options.with_metrics
     )
     copy = None if entropy is None else entropy.clone()
-    saved = NamedSaved(z, logprob, copy, ids.ids, *ids[2:])
+    saved = NamedSaved(z, logprob, copy, ids.ids, ids.token, ids.place)
     return logprob.view(operands.labels.shape).clone(), (lse, other, entropy), saved
