@@ -22,7 +22,7 @@ from flce_dist.kernels.logits.operands import ShardLogits, rows_of
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
 from flce_dist.parallel import collectives
 from flce_dist.schedules.in_forward import InForward
-from flce_dist.scores.named import NamedSaved, opened, scored
+from flce_dist.scores.named import NamedSaved, begun_pass, scored
 from flce_dist.scores.over_vocabulary import (
     NamedElements,
     UnnamedSaved,
@@ -58,7 +58,7 @@ class OverVocabularyInForward:
     skips_ignored: ClassVar[bool] = True
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
-        forward_pass, ids = opened(call, operands)
+        forward_pass, ids = begun_pass(call, operands)
         z = name_ids(forward_pass, ids)
         gradients = Gradients(call, operands, None)
 

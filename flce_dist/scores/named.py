@@ -26,7 +26,7 @@ class NamedSaved(NamedTuple):
         return TokenIds(self.ids, offsets, self.token, self.place)
 
 
-def opened(call: Call, operands: Operands) -> tuple[Pass, TokenIds]:
+def begun_pass(call: Call, operands: Operands) -> tuple[Pass, TokenIds]:
     """Return a pass that gathers hidden, and the ids, which are sorted meanwhile."""
     assert operands.offsets is not None
     forward_pass = Pass(call, operands)
