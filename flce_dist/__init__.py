@@ -57,7 +57,7 @@ _MODULES = (
     "reference",
     "testing",
 )
-"""What users import beside; each is imported when its name is first used."""
+"""Modules that are imported when their names are first used."""
 
 if not TYPE_CHECKING:  # a type checker would take any name for an attribute
 

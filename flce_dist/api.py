@@ -236,8 +236,8 @@ def linear_cross_entropy_with_metrics(
     weights. If a gradient other than 0 arrives through the entropy, backward computes all logits
     again, even cached columns; with schedule="in_forward" one through lse, logprob or entropy
     raises. Where hidden alone needs a gradient, ``linear_logprob`` of one id gives lse and logprob
-    by two GEMMs, without the entropy. With
-    ``flce_dist.filtered.schedule`` the result is ``flce_dist.filtered.FilteredLossWithMetrics``.
+    by two GEMMs, without the entropy. With ``flce_dist.filtered.schedule`` the result is
+    ``flce_dist.filtered.FilteredLossWithMetrics``.
 
     Example::
 

@@ -147,6 +147,7 @@ def _check_tokens(
         if not isinstance(of_tokens["temperature"], Tensor):
             values.positive("temperature", of_tokens["temperature"])
             of_tokens = {**of_tokens, "temperature": None}
+        # The weight is not gathered, and checked later: hidden stands for it.
         check_tensors(hidden, flat, bias=None, **of_tokens)
         check_tokens(hidden, of_tokens["labels"], LossOptions(), 1)
 

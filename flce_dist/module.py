@@ -158,8 +158,8 @@ class LinearCrossEntropy(VocabShard):
             self._check_hidden(hidden)
             values.flag("gather", gather)
         facts = {"hidden.shape": list(hidden.shape), "dtype": str(hidden.dtype), "gather": gather}
-        check_facts(_LOGITS, facts, group, hidden)
-        mark_alike(_LOGITS, group)
+        if check_facts(_LOGITS, facts, group, hidden):
+            mark_alike(_LOGITS, group)
         if self.sequence_parallel:
             dim = self.options.sequence_dim
             hidden = collectives.gather_tokens(hidden.transpose(0, dim), group).transpose(0, dim)

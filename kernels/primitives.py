@@ -48,7 +48,7 @@ def exp(x):
 
 @triton.jit
 def finite(reference):
-    """What exponentials are relative to: 0 where all logits are banned, else -inf - -inf is NaN."""
+    """As in ``formulas.py``."""
     return tl.where(reference == -float("inf"), 0.0, reference)
 
 

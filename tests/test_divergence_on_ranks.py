@@ -26,6 +26,7 @@ from tests.divergence_problem import (
     run_op,
     run_reference,
 )
+from tests.parallel_problem import complaint
 from tests.problems import each_dtype, pairwise
 
 WAYS: list[dict[str, Any]] = [
@@ -173,6 +174,30 @@ def test_a_teachers_rows_for_a_student_of_fewer_ids(P: int) -> None:
     for rows in wrong:
         with pytest.raises(ValueError, match=r"^rows must be "):
             teacher_shard(whole, rows)
+
+
+@pytest.mark.usefixtures("ranks_compared")
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"rows": (8, 0)}, "rank 1 raised ValueError: rows must be (start, end)"),
+        ({"teacher_weight": torch.zeros(8, H_T, dtype=torch.float64)}, "dtype is 'torch.float32'"),
+        ({"teacher_weight": torch.zeros(8, H_T + 1)}, "H' of teacher_weight is"),
+    ],
+    ids=["refused", "dtype", "columns"],
+)
+def test_all_ranks_raise_where_one_cannot_share_a_teacher(
+    changes: dict[str, Any], told: str
+) -> None:
+    def one(group: dist.ProcessGroup) -> str:
+        usual: dict[str, Any] = {"teacher_weight": torch.zeros(8, H_T), "rows": (0, 8)}
+        mine = usual | (changes if group.rank() == 1 else {})
+        return complaint(teacher_shard, **mine, tp_group=group)
+
+    of_rank_0, of_rank_1 = run_ranks(one, 2)
+    assert told in of_rank_0
+    assert of_rank_0.startswith("ranks must call alike: ")
+    assert of_rank_1 == of_rank_0 or "rows" in changes
 
 
 @pytest.mark.parametrize(

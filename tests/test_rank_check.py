@@ -239,3 +239,19 @@ def test_logits_of_the_layer_are_compared():
         f"{BEGINS}gather is True on rank 0 and False on rank 1",
         "",
     )
+
+
+def test_logits_that_were_not_compared_are_at_the_next_call(monkeypatch: pytest.MonkeyPatch):
+    def rank(group: dist.ProcessGroup) -> list[str]:
+        layer = LinearCrossEntropy(H, V_ALL, tp_group=group)
+        tokens = T + group.rank()
+        said = []
+        for compared in ("0", "1"):
+            dist.barrier(group)
+            monkeypatch.setenv("FLCE_DIST_CHECK_RANKS", compared)
+            dist.barrier(group)
+            said.append(complaint(layer.logits, torch.zeros(tokens, H), gather=False))
+        return said
+
+    (said,) = {tuple(texts) for texts in run_ranks(rank, 2)}
+    assert said == ("", f"{BEGINS}hidden.shape is [12, 8] on rank 0 and [13, 8] on rank 1")

@@ -57,7 +57,7 @@ def localized(arguments: Arguments) -> Arguments:
     local = _local_tensors(arguments)
     if arguments.tp_group is None:
         return local
-    return local._replace(options=_options_of_wholes(arguments))
+    return local._replace(options=_options_of_global_sizes(arguments))
 
 
 def _with_dimension_of_hidden(arguments: Arguments) -> Arguments:
@@ -105,7 +105,7 @@ def _local_tensors(arguments: Arguments) -> Arguments:
     )
 
 
-def _options_of_wholes(arguments: Arguments) -> LossOptions:
+def _options_of_global_sizes(arguments: Arguments) -> LossOptions:
     """Check global sizes, of which a wrong one might show on some ranks only.
 
     Return options with the ``vocab_size`` and ``vocab_range`` of a DTensor weight.

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from flce_dist.arguments.decide import new_call
 from flce_dist.arguments.decided_once import calls, facts_of
-from flce_dist.arguments.options import LossOptions
 from flce_dist.arguments.passed import Arguments
 from flce_dist.core.call import Call, Needs, Operands, as_stored
 from flce_dist.core.interface import Schedule
@@ -76,9 +75,8 @@ def counted_operands(call: Call, operands: Operands) -> Operands:
     places = None
     n_counted = None
     inverse = operands.inverse_temperature
-    P = collectives.group_size(call.tp_group)
     weights = token_weight if call.chooses_tokens else None  # else those of weight 0 count, too
-    check_labels(labels, weights, inverse, call.vocab_size, options, P=P)
+    check_labels(call, labels, weights, inverse)
     if inverse is None and not call.chooses_tokens:
         return operands
     if call.chooses_tokens:
@@ -100,13 +98,7 @@ def counted_operands(call: Call, operands: Operands) -> Operands:
 
 
 def check_labels(
-    labels: Tensor,
-    token_weight: Tensor | None,
-    inverse: Tensor | None,
-    vocab_size: int,
-    options: LossOptions,
-    *,
-    P: int,
+    call: Call, labels: Tensor, token_weight: Tensor | None, inverse: Tensor | None
 ) -> None:
     """Check that the labels [T] that count are in the vocabulary, and are at most max_counted.
 
@@ -116,8 +108,11 @@ def check_labels(
     """
     if labels.is_cuda:
         return
+    options = call.options
+    vocab_size = call.vocab_size
     ignore_index = options.ignore_index
     max_counted = options.max_counted
+    P = collectives.group_size(call.tp_group)
     T_of_rank = len(labels) // P if options.data_parallel else None
     counted = labels != ignore_index
     if token_weight is not None:

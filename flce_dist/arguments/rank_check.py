@@ -72,14 +72,18 @@ def mark_alike(function: str, group: dist.ProcessGroup | None) -> None:
 
 def check_facts(
     function: str, facts: Mapping[str, Any], group: dist.ProcessGroup | None, x: Tensor
-) -> None:
+) -> bool:
     """Compare what decides collectives without or before ``check_alike``; x is on their device.
+
+    Return whether ranks have compared it now. Unless ``mark_alike`` follows they do so again.
 
     Raises:
         ValueError: the same on every rank; it names what differs, with values and their ranks.
     """
-    if group is not None and _is_first(function, group, x):
-        raise_if_any(differences(_facts_of_all(function, facts, group, x)))
+    if group is None or not _is_first(function, group, x):
+        return False
+    raise_if_any(differences(_facts_of_all(function, facts, group, x)))
+    return True
 
 
 class refusals_told:  # not by contextlib, which takes the host longer

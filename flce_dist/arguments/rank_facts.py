@@ -26,10 +26,11 @@ def facts_of_call(
     ``more_values`` are tensors beside the operands that ranks must pass alike. The last
     ``low_rank_columns`` of hidden and weight are not the caller's own.
     """
-    hidden, weight, bias, labels, token_weight, _, inverse, offsets, *_ = operands
+    weight = operands.weight
+    labels = operands.labels
     options = call.options
     start = call.vocab_start_index
-    T, columns = hidden.shape
+    T, columns = operands.hidden.shape
     largest = int(labels.amax()) if labels.numel() else -1
     labels_are = _NAMES_OF_LABELS.get(function, "labels")
     return {
@@ -37,11 +38,11 @@ def facts_of_call(
             "hidden.shape": [T, columns - low_rank_columns],
             "tokens": call.T_all,
             "dtype": str(call.dtype),
-            "bias given": bias is not None,
+            "bias given": operands.bias is not None,
             "columns of low_rank": low_rank_columns,
             "low_rank trained alone": operands.last_columns is not None,
-            "token_weight given": token_weight is not None,
-            "temperature given": inverse is not None,
+            "token_weight given": operands.token_weight is not None,
+            "temperature given": operands.inverse_temperature is not None,
             **{f"{name}.requires_grad": x for name, x in call.needs._asdict().items()},
             **{name: x for name, x in vars(options).items() if name != "vocab_range"},
             "vocab_range given": options.vocab_range is not None,
@@ -50,9 +51,9 @@ def facts_of_call(
         },
         "rows": [min(row, call.vocab_size) for row in (start, start + len(weight))],
         "values": {
-            f"hash of {labels_are}": _hash(labels, offsets),
-            "hash of token_weight": _hash(token_weight),
-            "hash of temperature": _hash(inverse),
+            f"hash of {labels_are}": _hash(labels, operands.offsets),
+            "hash of token_weight": _hash(operands.token_weight),
+            "hash of temperature": _hash(operands.inverse_temperature),
             **{f"hash of {name}": _hash(x) for name, x in more_values.items()},
         },
         "plan": {"plan": repr(call.schedule)},

@@ -29,7 +29,7 @@ def checked(options: LossOptions) -> LossOptions:
         ignore_index=integer(
             "ignore_index", options.ignore_index, "within [-2**63, 2**63)", least=-(2**63)
         ),
-        label_smoothing=share("label_smoothing", options.label_smoothing),
+        label_smoothing=fraction("label_smoothing", options.label_smoothing),
         z_loss_weight=not_negative("z_loss_weight", options.z_loss_weight),
         softcap=positive("softcap", options.softcap, optional=True),
         logit_scale=not_zero("logit_scale", options.logit_scale),
@@ -93,7 +93,7 @@ def number(
     return converted
 
 
-def share(name: str, value: object) -> Any:
+def fraction(name: str, value: object) -> Any:
     return number(name, value, "within [0, 1]", least=0.0, most=1.0)
 
 

@@ -13,12 +13,7 @@ from torch import Tensor
 from flce_dist.arguments.prepare import check_temperatures, counted_operands
 from flce_dist.core.call import Call, Operands, gathered_logits
 from flce_dist.core.interface import Outputs, Saved
-from flce_dist.core.sections import (
-    Section,
-    joined,
-    sections_of,
-    with_next,
-)
+from flce_dist.core.sections import Section, joined, sections_of, with_next
 from flce_dist.kernels.best.chunks import Grid, chunk_tokens
 from flce_dist.kernels.best.interface import Noise, ShardBest, best_kernels_of
 from flce_dist.kernels.logits.operands import ShardLogits
@@ -124,7 +119,8 @@ class Sample:
         best = best_kernels_of(call.impl).best_of_shard(logits, k=1, label_logit=None, noise=noise)
         lse = merged_lse(call, best)
         assert best.pairs is not None
-        ids = merged_ids(call, best.pairs, lse, logits.counted, k=1, top_p=None)[0][:, 0]
+        best_ids, _ = merged_ids(call, best.pairs, lse, logits.counted, k=1, top_p=None)
+        ids = best_ids[:, 0]
         is_id = ids >= 0
         logits = logits._replace(labels=ids.where(is_id, call.options.ignore_index))
         logprob = (

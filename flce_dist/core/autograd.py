@@ -36,7 +36,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         keep(ctx, call, operands, saved, main_grad, weight_ref)
         if not any(x is not None for x in metrics):
             return (loss,)
-        ctx.mark_non_differentiable(*(x for x in metrics[3:] if x is not None))
+        without_gradient = metrics[3:]  # correct, and scalars of the schedule's own
+        ctx.mark_non_differentiable(*(x for x in without_gradient if x is not None))
         return loss, *metrics
 
     @staticmethod
@@ -76,7 +77,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 is_last=not keeps_graph(),
             )
             if call.accumulates_dweight and is_returned(ctx.next_functions[1][0]):
-                gradients = gradients[0], ctx.main_grad.zeros(), gradients[2]
+                dhidden, _, dbias = gradients
+                gradients = dhidden, ctx.main_grad.zeros(), dbias
         return *gradients, None, None, None, None
 
     @staticmethod

@@ -96,7 +96,10 @@ _registered: dict[str, UnsizedSchedule] = {}
 
 
 def registered(schedule: UnsizedSchedule) -> UnsizedSchedule:
-    """Return the schedule, which operators of compiled code, that take no objects, now find."""
+    """Let operators of compiled code, which take no objects, find the schedule by its name.
+
+    Return it, or an equal one that was registered before.
+    """
     return _registered.setdefault(schedule.name, schedule)
 
 

@@ -91,7 +91,8 @@ def sizes(T: int, V: int, logits_bytes: int, d_bytes: int, budget: int) -> tuple
                 least = cost
         if V * logits_bytes * chunk_t > budget:
             break
-    return max(1, min(T, best[0])), max(1, min(T, best[1]))
+    chunk_t, group_t = best
+    return max(1, min(T, chunk_t)), max(1, min(T, group_t))
 
 
 def _waves(T: int, V: int, chunk_t: int) -> int:

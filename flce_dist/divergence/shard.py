@@ -6,7 +6,10 @@ from torch import Tensor
 
 from flce_dist.arguments import values
 from flce_dist.arguments.check_tensors import FLOATS, LABELS, check_group, check_tensor
+from flce_dist.arguments.rank_check import check_facts, refusals_told
 from flce_dist.parallel import collectives
+
+_FUNCTION = "teacher_shard"
 
 
 def teacher_shard(
@@ -33,26 +36,21 @@ def teacher_shard(
         [V, H'] or [V], without a graph.
 
     Raises:
-        ValueError: a row that no rank has, on the rank that asks for it.
+        ValueError: an argument is wrong on some rank, or ranks' weights have other dtypes or H', on
+        all ranks; a row that no rank has, on the rank that asks for it.
 
     Example::
 
         rows = vocab_range(vocab_size, tp_group.rank(), tp_group.size())  # of the student here
         mine = teacher_shard(teacher_weight, rows, tp_group=tp_group)
     """
-    check_tensor("teacher_weight", teacher_weight, FLOATS)
-    check_group(tp_group, sequence_parallel=False)
+    with refusals_told(_FUNCTION, tp_group, teacher_weight):
+        check_tensor("teacher_weight", teacher_weight, FLOATS)
+        check_group(tp_group, sequence_parallel=False)
+        rows = _checked_rows(rows, teacher_weight)
     source = teacher_weight.detach().contiguous()
-    if not isinstance(rows, Tensor):
-        ends = values.rows("rows", rows)
-        if ends is None or not 0 <= ends[0] <= ends[1]:
-            raise ValueError(
-                "rows must be (start, end) with 0 <= start <= end, or a tensor of ids, got "
-                f"{values.shown(rows)}"
-            )
-        rows = torch.arange(*ends, device=source.device)
-    check_tensor("rows", rows, LABELS, source, "teacher_weight")
-    rows = rows.long()
+    facts = {"dtype": str(source.dtype), "H' of teacher_weight": list(source.shape[1:])}
+    check_facts(_FUNCTION, facts, tp_group, source)
     P = collectives.group_size(tp_group)
     rank = collectives.group_rank(tp_group)
     mine = [len(source), -1 if teacher_start is None else teacher_start]
@@ -75,3 +73,17 @@ def teacher_shard(
         missing = rows[has_row == 0][:8].tolist()
         raise ValueError(f"rows must be within the teacher's vocabulary, got {missing}")
     return out
+
+
+def _checked_rows(rows: Tensor | tuple[int, int], teacher_weight: Tensor) -> Tensor:
+    """Return the ids [V] int64 of a range or of a tensor."""
+    if not isinstance(rows, Tensor):
+        start, end = values.rows("rows", rows) or (0, -1)
+        if not 0 <= start <= end:
+            raise ValueError(
+                "rows must be (start, end) with 0 <= start <= end, or a tensor of ids, got "
+                f"{values.shown(rows)}"
+            )
+        rows = torch.arange(start, end, device=teacher_weight.device)
+    check_tensor("rows", rows, LABELS, teacher_weight, "teacher_weight")
+    return rows.long()

@@ -104,7 +104,7 @@ def filtered_gradients(
 def sampled_tokens(has_gradient: Tensor) -> list[int]:
     tokens = has_gradient.nonzero()[:, 0].tolist()
     n = len(tokens)
-    S = min(len(tokens), SAMPLE)
+    S = min(n, SAMPLE)
     runs = [tokens[i * n // S : (i + 1) * n // S] for i in range(S)]
     return [run[len(run) * ((i + 1) * GOLDEN % 2**32) // 2**32] for i, run in enumerate(runs)]
 

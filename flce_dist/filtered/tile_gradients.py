@@ -49,16 +49,16 @@ def add_tiles(gradients: Gradients, chunk: Chunk, kept: Tensor, mass: Tensor) ->
     if dbias is not None:
         dbias.begin(profile)
     buffer = kernels.new_kept_buffer(logits, capacity)
-    for turn in range(lists.rounds):
-        d = kernels.kept_dlogits(logits, rows, scale_of_d, lists, turn, out=buffer)
+    for round in range(lists.rounds):
+        d = kernels.kept_dlogits(logits, rows, scale_of_d, lists, round, out=buffer)
         if dhidden is not None:
-            kernels.add_kept_dhidden(d, logits.weight, lists, turn, dhidden.acc)
-            if turn == lists.rounds - 1:
+            kernels.add_kept_dhidden(d, logits.weight, lists, round, dhidden.acc)
+            if round == lists.rounds - 1:
                 dhidden.columns_done()
         if dweight is not None:
-            dweight.add(d, lists, turn)
+            dweight.add(d, lists, round)
         if dbias is not None:
-            kernels.add_kept_dbias(d, rows.scale, lists, turn, dbias.out)
+            kernels.add_kept_dbias(d, rows.scale, lists, round, dbias.out)
     if dhidden is not None:
         dhidden.dweight_done()
     if dbias is not None:
@@ -103,7 +103,7 @@ class _TileDweight:
         self._hidden_of_tiles: Tensor | None = None  # [J, H], weighted by ``mass``
         self._row: Tensor | None = None  # what smoothing adds to each row
 
-    def add(self, d: Tensor, lists: TileLists, turn: int) -> None:
+    def add(self, d: Tensor, lists: TileLists, round: int) -> None:
         """Write the rows of a round, whose D is packed in ``d``."""
         if self._hidden is None:
             self._begin()
@@ -112,7 +112,7 @@ class _TileDweight:
             d,
             self._hidden,
             lists,
-            turn,
+            round,
             self._profile,
             self._hidden_of_tiles,
             self._row,

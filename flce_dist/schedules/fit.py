@@ -16,6 +16,7 @@ _MAX_WINDOW = 33792
 _WAVE = 8448  # columns, 64 * 132: GEMMs over a multiple fill the last wave of an H200, too
 _TILE = 256  # columns or tokens: the kernels' largest tile, of which windows and chunks are made
 _LEAST_CHUNK = 2048  # tokens of a chunk of auto, so that its GEMMs are large
+_LENT_ROWS = 16  # of dweight: a window in its memory takes a multiple of them
 _FIRST_LENT = 2048  # columns of the first of several windows in dweight's memory
 _MOST_RECOMPUTED = 0.1  # of the columns of one chunk: beyond, accumulating several is faster
 
@@ -183,7 +184,7 @@ def _lent_windows(column_bytes: int, V: int, wanted: int, row_bytes: int) -> Len
     """
 
     def rows_of(columns: int) -> int:
-        return -(-columns * column_bytes // (16 * row_bytes)) * 16
+        return -(-columns * column_bytes // (_LENT_ROWS * row_bytes)) * _LENT_ROWS
 
     windows: list[tuple[int, int]] = []
     done = end = 0  # columns placed, rows taken
@@ -196,7 +197,7 @@ def _lent_windows(column_bytes: int, V: int, wanted: int, row_bytes: int) -> Len
             width = wanted if fits_at_once else max(_FIRST_LENT, leaving_rows)
         row = max(end, done + width)
         if row + rows_of(width) > V:
-            width = _round_down((V - row - 16) * row_bytes // column_bytes)
+            width = _round_down((V - row - _LENT_ROWS) * row_bytes // column_bytes)
         if width < _TILE:
             break
         windows.append((width, row))

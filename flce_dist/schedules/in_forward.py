@@ -105,7 +105,7 @@ class InForward(Sizes):
             )
             return rows.half_folded() if call.is_fp16 else rows, None
 
-        chunks = self.add_chunks(sections, opened, gradients, of_loss)
+        chunks = self.add_chunks(sections, begun_pass, gradients, of_loss)
         losses = [chunk.loss for chunk in chunks]
         metrics = [chunk.metrics for chunk in chunks]
         parts = sections[0].parts
@@ -250,7 +250,7 @@ class InForward(Sizes):
         return ColumnCache(tuple(windows))
 
 
-def opened(section: Section) -> Pass:
+def begun_pass(section: Section) -> Pass:
     """Return a pass over a section's logits that has begun to gather its hidden states."""
     forward_pass = Pass(section.call, section.operands)
     forward_pass.gather.start(beside=section.is_later)

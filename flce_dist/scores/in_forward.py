@@ -22,7 +22,7 @@ from flce_dist.kernels.logits.operands import ShardLogits, rows_of
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
 from flce_dist.parallel import collectives
 from flce_dist.schedules.in_forward import InForward
-from flce_dist.scores.named import NamedSaved, opened, scored
+from flce_dist.scores.named import NamedSaved, begun_pass, scored
 from flce_dist.scores.over_vocabulary import (
     NamedElements,
     UnnamedSaved,
@@ -58,7 +58,7 @@ class OverVocabularyInForward:
     skips_ignored: ClassVar[bool] = True
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
-        forward_pass, ids = opened(call, operands)
+        forward_pass, ids = begun_pass(call, operands)
         z = name_ids(forward_pass, ids)
         gradients = Gradients(call, operands, None)
 
@@ -136,7 +136,11 @@ class WithoutNamed(NamedTuple):
 
 def _joined(of_chunks: list[TokenStats]) -> TokenStats:
     """Return what scores read of the statistics, of all tokens."""
-    return TokenStats(*(torch.cat(parts) for parts in list(zip(*of_chunks, strict=True))[:3]))
+    return TokenStats(
+        label_logit=torch.cat([stats.label_logit for stats in of_chunks]),
+        reference=torch.cat([stats.reference for stats in of_chunks]),
+        others=torch.cat([stats.others for stats in of_chunks]),
+    )
 
 
 def _mean_rows(stats: TokenStats, *, from_lse: bool) -> RowGradient:

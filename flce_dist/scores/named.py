@@ -26,7 +26,7 @@ class NamedSaved(NamedTuple):
         return TokenIds(self.ids, offsets, self.token, self.place)
 
 
-def opened(call: Call, operands: Operands) -> tuple[Pass, TokenIds]:
+def begun_pass(call: Call, operands: Operands) -> tuple[Pass, TokenIds]:
     """Return a pass that gathers hidden, and the ids, which are sorted meanwhile."""
     assert operands.offsets is not None
     forward_pass = Pass(call, operands)
@@ -47,5 +47,5 @@ def scored(
         z, ids, unnamed, vocab_size=call.vocab_size, with_entropy=call.options.with_metrics
     )
     copy = None if entropy is None else entropy.clone()
-    saved = NamedSaved(z, logprob, copy, ids.ids, *ids[2:])
+    saved = NamedSaved(z, logprob, copy, ids.ids, ids.token, ids.place)
     return logprob.view(operands.labels.shape).clone(), (lse, other, entropy), saved

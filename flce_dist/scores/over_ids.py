@@ -14,7 +14,7 @@ from flce_dist.core.interface import Backward, Outputs, Results, Saved
 from flce_dist.kernels.ids.token_ids import TokenIds, entries_by_id
 from flce_dist.kernels.logits.operands import rows_of
 from flce_dist.parallel import collectives, transport
-from flce_dist.scores.named import NamedSaved, opened, scored
+from flce_dist.scores.named import NamedSaved, begun_pass, scored
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class OverIds:
     skips_ignored: ClassVar[bool] = True
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
-        forward_pass, ids = opened(call, operands)
+        forward_pass, ids = begun_pass(call, operands)
         forward_pass.gather.wait()
         z = call.kernels.logits_at_ids(
             forward_pass.logits, ids.ids, ids.token, vocab_size=call.vocab_size

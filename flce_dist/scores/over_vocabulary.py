@@ -18,7 +18,7 @@ from flce_dist.kernels.logits.target import NamedIds
 from flce_dist.kernels.rows.formulas import RowGradient, TokenStats
 from flce_dist.parallel import collectives
 from flce_dist.schedules.windows import Windows, closed
-from flce_dist.scores.named import NamedSaved, opened, scored
+from flce_dist.scores.named import NamedSaved, begun_pass, scored
 
 
 class UnnamedSaved(NamedTuple):
@@ -47,7 +47,7 @@ class OverVocabulary:
     skips_ignored: ClassVar[bool] = True
 
     def forward(self, call: Call, operands: Operands) -> tuple[Tensor, Outputs, Saved]:
-        forward_pass, ids = opened(call, operands)
+        forward_pass, ids = begun_pass(call, operands)
         cache = self.windows.new_cache(call, operands.weight.device)
         z = name_ids(forward_pass, ids)
         stats, _ = forward_pass.chunk_loss(

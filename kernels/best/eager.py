@@ -13,10 +13,10 @@ from flce_dist.kernels.best.noise import eager_gumbel
 from flce_dist.kernels.logits.eager import (
     SCRATCH_BYTES,
     assert_in_vocabulary,
-    finite,
     windows,
 )
 from flce_dist.kernels.logits.operands import ShardLogits
+from flce_dist.kernels.rows.formulas import finite
 
 
 def _chunks(logits: ShardLogits) -> Iterator[tuple[slice, Tensor]]:

@@ -12,8 +12,9 @@ from flce_dist.kernels.divergence.formulas import (  # noqa: F401
     PairStats,
     stats_of_totals,
 )
-from flce_dist.kernels.logits.eager import finite, slope_of, windows
+from flce_dist.kernels.logits.eager import slope_of, windows
 from flce_dist.kernels.logits.operands import ShardLogits
+from flce_dist.kernels.rows.formulas import finite
 
 
 def pair_logits(

@@ -155,7 +155,9 @@ def _order(arch: str, itemsize: int) -> tuple[int, int]:
     """Return GROUP_H of dweight and its most programs per multiprocessor, measured on an H200."""
     if arch == tuning.INTERPRETED:
         return 2, 4
-    return (16, 16) if itemsize == 4 else (4, 4) if arch == "sm_90" else (8, 16)
+    if itemsize == 4:
+        return 16, 16
+    return (4, 4) if arch == "sm_90" else (8, 16)
 
 
 def add_kept_dhidden(d: Tensor, weight: Tensor, lists: TileLists, round: int, acc: Tensor) -> None:
@@ -193,7 +195,7 @@ def kept_dweight(
     V, H = out.shape
     arch, programs = tuning.device_arch(d.device)
     config = tuning.TILES[arch, d.element_size()]
-    group, waves = _order(arch, d.element_size())
+    group_h, most_programs = _order(arch, d.element_size())
     rows = config.BLOCK_T
     columns = config.BLOCK_V
     shared = config.BLOCK_H
@@ -201,7 +203,7 @@ def kept_dweight(
     # A tile of fp32 would take the shared memory of the operands' stages.
     tma_out = has_tma(arch, out) and out.dtype == hidden.dtype and not accumulates
     items = -(-H // columns) * (tiles.TILE_V // rows) * len(hbar)
-    _kept_dweight_kernel[(min(programs * waves, items),)](
+    _kept_dweight_kernel[(min(programs * most_programs, items),)](
         matrix(d, (shared, rows), tma),
         matrix(hidden, (shared, columns), tma),
         lists.parts,
@@ -210,7 +212,7 @@ def kept_dweight(
         len(hidden), V, H, len(d), round,
         (*hidden.stride(), out.stride(0)),
         ACCUMULATES=accumulates, TMA=tma, TMA_OUT=tma_out,
-        BLOCK_V=rows, BLOCK_H=columns, BLOCK_T=shared, GROUP_H=group,
+        BLOCK_V=rows, BLOCK_H=columns, BLOCK_T=shared, GROUP_H=group_h,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 

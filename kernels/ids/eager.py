@@ -10,8 +10,7 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.ids.token_ids import IdEntries, TokenIds, are_first
-from flce_dist.kernels.logits.eager import finite
-from flce_dist.kernels.rows.formulas import FAR, TokenStats, softcap_grad
+from flce_dist.kernels.rows.formulas import FAR, TokenStats, finite, softcap_grad
 
 
 def set_scores(

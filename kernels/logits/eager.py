@@ -80,11 +80,6 @@ def logits_at(logits: ShardLogits, token: Tensor | slice, column: Tensor) -> Ten
     return z if inverse is None else z * inverse[token]
 
 
-def finite(reference: Tensor) -> Tensor:
-    """Return what exponentials are relative to: not -inf, from which -inf would be NaN."""
-    return reference.masked_fill(reference == -torch.inf, 0.0)
-
-
 def slope_of(z: Tensor, logits: ShardLogits) -> Tensor | float:
     inverse = logits.inverse_temperature
     return softcap_grad(z, logits.softcap, None if inverse is None else inverse[:, None])

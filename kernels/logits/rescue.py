@@ -193,6 +193,7 @@ def rescue(
     if T == 0 or V == 0:
         return
     listed = logits.labels.new_empty(1 + T, dtype=torch.int32)
+    named = target.named
     BLOCK_T = min(_LISTED_AT_ONCE, next_power_of_2(T))
     _list_tokens_kernel[(-(-T // BLOCK_T),)](
         label_logit, others_max,
@@ -212,6 +213,7 @@ def rescue(
             window,
             T, end - start, logits.H, sums.stride(0),
             (*part.strides, 0 if window is None else window.stride(0)),
-            part.vocab_start_index, part.scalars, target.named and target.named[:3],
+            part.vocab_start_index, part.scalars,
+            None if named is None else (named.ids, named.begin, named.end),
             WITH_ENTROPY=target.with_entropy, GROUP_V=launch.group_v, **launch.constexprs,
         )  # fmt: skip

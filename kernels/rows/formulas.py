@@ -103,10 +103,13 @@ def is_rescued(label_logit: Tensor, others_max: Tensor) -> Tensor:
     return (others_max - label_logit > RESCUE_ABOVE) | (label_logit < LOWEST)
 
 
+def finite(reference: Tensor) -> Tensor:
+    """Return what exponentials are relative to: 0 where all are banned, else -inf - -inf is NaN."""
+    return reference.masked_fill(reference == -torch.inf, 0.0)
+
+
 def rescued_reference(label_logit: Tensor, others_max: Tensor) -> Tensor:
-    """Return the maximum, or 0 where all are banned: an exponential of -inf - -inf is NaN."""
-    maximum = torch.maximum(label_logit, others_max)
-    return maximum.masked_fill(maximum == -torch.inf, 0.0)
+    return finite(torch.maximum(label_logit, others_max))
 
 
 def pick_reference(label_logit: Tensor, others_max: Tensor) -> Tensor:
