@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from flce_dist.launch.program import HERE, RunError, run_program
+from flce_dist.launch.read import read_bytes
 
 FOLDER = Path(__file__).parent
 STARTS = 'if __name__ == "__main__":'
@@ -33,7 +34,7 @@ def programs() -> dict[str, str]:
     """Return what each program does, by its name."""
     found = {}
     for path in sorted(FOLDER.rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path).decode()
         if STARTS in text.splitlines() and path.parent != FOLDER:
             name = ".".join(path.relative_to(FOLDER).with_suffix("").parts)
             docstring = ast.get_docstring(ast.parse(text)) or ""

@@ -26,10 +26,11 @@ def gathered_tokens(
     if data_group is not None and torch.compiler.is_compiling():
         gather = torch.ops.flce_dist.gather_alike
         return gather(hidden.detach(), *own, number, reduction, data_group.group_name)
-    return _gather_alike(hidden, *own, number, reduction, data_group)
+    _compare(hidden, *own, number, reduction, data_group)
+    return _gather(own, data_group)
 
 
-def _gather_alike(
+def _compare(
     hidden: Tensor,
     labels: Tensor,
     token_weight: Tensor | None,
@@ -37,8 +38,8 @@ def _gather_alike(
     number: float | None,
     reduction: str,
     data_group: dist.ProcessGroup | None,
-) -> list[Tensor]:
-    """Compare what decides the gathers, at a group's first call, then gather."""
+) -> bool:
+    """Compare what decides the gathers; return whether that was needed."""
     of_tokens = {"labels": labels, "token_weight": token_weight, "temperature": temperature}
     facts: dict[str, Any] = {
         "reduction": reduction,
@@ -48,18 +49,21 @@ def _gather_alike(
     }
     if number is not None:
         facts["temperature"] = number
-    check_facts(FUNCTION, facts, data_group, hidden)
-    tensors = [x.reshape(-1) for x in of_tokens.values() if x is not None]
+    return check_facts(FUNCTION, facts, data_group, hidden)
+
+
+def _gather(own: Sequence[Tensor | None], data_group: dist.ProcessGroup | None) -> list[Tensor]:
+    tensors = [x.reshape(-1) for x in own if x is not None]
     return [collectives.gather_tokens(x, data_group) for x in tensors]
 
 
-def _operator(*inputs):
-    """``_gather_alike`` in compiled code, which must not gather before it compares."""
-    data_group = group_named(inputs[-1])
-    own: Any = (*inputs[:-1], data_group)
-    of_all_ranks = _gather_alike(*own)
-    mark_alike(FUNCTION, data_group)
-    return of_all_ranks
+def _operator(hidden, labels, token_weight, temperature, number, reduction, group_name):
+    """The same in compiled code, which must not gather before it compares."""
+    data_group = group_named(group_name)
+    own = labels, token_weight, temperature
+    if _compare(hidden, *own, number, reduction, data_group):
+        mark_alike(FUNCTION, data_group)
+    return _gather(own, data_group)
 
 
 def _fake_operator(hidden, labels, token_weight, temperature, number, reduction, group_name):
