@@ -210,8 +210,9 @@ class Pair:
         sums = self._sums(first, last, stats, measure, with_metrics=options.with_metrics)
         n = measure.sums
         if options.with_metrics:
-            of_shards = sums[:, n : n + 3].sum(0)
-            self.metrics.append(formulas.metrics_of(stats, of_shards, sums[:, n + 3 :]))
+            best = n + formulas.METRIC_SUMS  # the first row of best ids
+            of_shards = sums[:, n:best].sum(0)
+            self.metrics.append(formulas.metrics_of(stats, of_shards, sums[:, best:]))
         if measure.takes_one_pass and not options.tp_invariant:  # metrics change no value
             return stats
         return formulas.stats_of_sums(stats, sums[:, :n].sum(0), measure)

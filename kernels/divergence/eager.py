@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.divergence.formulas import (  # noqa: F401
+    METRIC_ROWS,
     Measure,
     PairStats,
     stats_of_totals,
@@ -47,7 +48,7 @@ def pair_sums(
 ) -> Tensor:  # fmt: skip
     assert not is_invariant, "sums of any order"
     T, V = s.shape
-    rows = measure.sums + 7 * with_metrics
+    rows = measure.sums + METRIC_ROWS * with_metrics
     sums = torch.zeros(rows, T, dtype=torch.float64, device=s.device)
     if with_metrics:
         sums[[-4, -2]] = -torch.inf

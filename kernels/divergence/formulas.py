@@ -52,6 +52,9 @@ class Measure(NamedTuple):
 TOTALS = Measure("totals", 0.0)
 """Both models' sums of exponentials, where a pass over stored logits takes them."""
 
+METRIC_SUMS = 3  # both entropies and the total variation, which add up over shards
+METRIC_ROWS = METRIC_SUMS + 4  # and of each model the largest logit and its id, which do not
+
 
 class PairStats(NamedTuple):
     """What is known of T tokens over the whole vocabulary, the same on every rank."""

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.divergence.formulas import Measure, PairStats
+from flce_dist.kernels.divergence.formulas import METRIC_ROWS, Measure, PairStats
 from flce_dist.kernels.divergence.pair_terms import expm1, log_ratios, weighted
 from flce_dist.kernels.logits.exact_sums import nearest_multiple
 from flce_dist.kernels.logits.operands import ShardLogits
@@ -127,14 +127,15 @@ def pair_sums(
 ) -> Tensor:  # fmt: skip
     """Return [k, T] fp64, sums over this shard's columns of what follows from both lse.
 
-    k is ``measure.sums``; with metrics 7 more rows: both entropies, the total variation, then the
-    largest logit, relative to ``top``, and its smallest id of the student, and of the teacher. 0
-    where ignored. Of ``TOTALS`` the sums of exponentials relative to ``top``. Sums that are
-    ``is_invariant`` are multiples of 2^-34, and add up over shards to the same bits however the
-    vocabulary is cut at multiples of 32 rows.
+    k is ``measure.sums``, with metrics METRIC_ROWS more: both entropies, the total variation, then
+    the largest logit (here, not in ``eager.py``, relative to ``top``) and its smallest id, of the
+    student and of the teacher. 0 where ignored. Of ``TOTALS`` the sums of exponentials relative to
+    ``top``. Sums that are ``is_invariant`` are multiples of 2^-34, and add up over shards to the
+    same bits however the vocabulary is cut at multiples of 32 rows.
     """
     T, V = s.shape
-    sums = torch.empty(measure.sums + 7 * with_metrics, T, dtype=torch.float64, device=s.device)
+    rows = measure.sums + METRIC_ROWS * with_metrics
+    sums = torch.empty(rows, T, dtype=torch.float64, device=s.device)
     block = _BLOCK if is_invariant else min(_BLOCK, next_power_of_2(V))
     if T:
         _pair_sums_kernel[(T,)](
