@@ -65,6 +65,11 @@ class TeacherOperands(NamedTuple):
         )
 
 
+class _Gathered(NamedTuple):
+    gather: TokenGather
+    logits: ShardLogits
+
+
 class Pair:
     """One pass over both models' logits of a section, whose buffers the next chunk uses again.
 
@@ -101,9 +106,10 @@ class Pair:
         models = [(call, operands), (teacher, teachers.of_section(section).beside(operands))]
         if measure.is_teacher_first:
             models.reverse()
-        self._gathers = [gathered_logits(*models[0])]
-        self._gathers[0][0].start(beside=section.is_later)
-        self._second_model = models[1]
+        leader, self._second_model = models
+        self._leader = _Gathered(*gathered_logits(*leader))
+        self._leader.gather.start(beside=section.is_later)
+        self._follower: _Gathered | None = None  # from when the leader's hidden states are here
         self._on_arrival = on_arrival
         options = call.options
         self.has_second_pass = not measure.takes_one_pass or (
@@ -145,16 +151,18 @@ class Pair:
     @property
     def student(self) -> ShardLogits:
         """The student's logits, once the first chunk is computed."""
-        return self._of_student[1]
+        return self._of_student.logits
 
     @property
     def gather(self) -> TokenGather:
         """The gather of the student's hidden states, once the first chunk is computed."""
-        return self._of_student[0]
+        return self._of_student.gather
 
     @property
-    def _of_student(self) -> tuple[TokenGather, ShardLogits]:
-        return self._gathers[self.measure.is_teacher_first]
+    def _of_student(self) -> _Gathered:
+        of_student = self._follower if self.measure.is_teacher_first else self._leader
+        assert of_student is not None
+        return of_student
 
     def _next_stats(self, first: int, last: int) -> PairStats:
         """Compute the logits of the next tokens; keep their statistics, and return them."""
@@ -165,37 +173,35 @@ class Pair:
 
     def _logits(self, first: int, last: int) -> Tensor:
         """Compute the logits of tokens; return what the passes yield of this shard, [5, C]."""
-        if len(self._gathers) == 1:
-            self._begin()
-        leader, follower = (logits.tokens(first, last) for _, logits in self._gathers)
+        if self._follower is None:
+            self._follower = self._begun_follower()
+        leader = self._leader.logits.tokens(first, last)
+        follower = self._follower.logits.tokens(first, last)
         z, *others = (rows_of(buffer, 0, last - first) for buffer in self._buffers)
         out = others[0] if others else None
         rows = torch.zeros(5, last - first, dtype=self.dtype, device=z.device)
         self.kernels.pair_logits(leader, out=z, rows=rows[:2])
-        self._arrived()
+        self._follower.gather.wait()
+        if self._on_arrival is not None:
+            self._on_arrival()
+            self._on_arrival = None
         if self.measure.takes_one_pass:
             self.kernels.pair_logits(follower, out=out, rows=rows[2:], first=z, first_max=rows[0])
         else:
             self.kernels.pair_logits(follower, out=out, rows=rows[2:4])
         return rows
 
-    def _begin(self) -> None:
+    def _begun_follower(self) -> _Gathered:
         """Wait for the first model's hidden states, start to gather the second's, and allocate."""
-        gather, logits = self._gathers[0]
+        gather, logits = self._leader
         gather.wait()  # the memory that ranks copy from holds one model's tokens at a time
-        self._gathers.append(gathered_logits(*self._second_model))
-        self._gathers[1][0].start(beside=True)
+        follower = _Gathered(*gathered_logits(*self._second_model))
+        follower.gather.start(beside=True)
         n = min(self.chunk_t, max(1, logits.T))
         device = logits.labels.device
         for _ in range(1 + self._keeps_second):
             self._buffers.append(new_window(n, logits.V, self.dtype, device))
-
-    def _arrived(self) -> None:
-        """Wait for the second model's hidden states."""
-        self._gathers[1][0].wait()
-        if self._on_arrival is not None:
-            self._on_arrival()
-            self._on_arrival = None
+        return follower
 
     def _compared(self, first: int, last: int, rows: Tensor) -> PairStats:
         """Return statistics of tokens over all ranks; keep metrics if they are asked for."""
