@@ -3,7 +3,6 @@
 T = tokens of the tensor-parallel group, C = tokens of a chunk, V = real vocabulary rows here.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -65,7 +64,9 @@ class TeacherOperands(NamedTuple):
         )
 
 
-class _Gathered(NamedTuple):
+class Gathered(NamedTuple):
+    """A model's logits of a section, and the gather of the hidden states that they are of."""
+
     gather: TokenGather
     logits: ShardLogits
 
@@ -88,29 +89,28 @@ class Pair:
         chunk_t: int,
         *,
         keeps_logits: bool,
-        on_arrival: Callable[[], None] | None = None,
+        leader: Gathered | None = None,
+        following: Section | None = None,
     ):
         """``teachers`` are of all tokens of the call that is cut into sections.
 
         ``keeps_logits`` tells whether the second model's logits are needed again, as for D.
-        ``on_arrival`` is called once both models' hidden states are here, ahead of the GEMM that
-        reads the second's: the memory that ranks copy from may then hold another section's.
+        Once both models' hidden states are here, ahead of the GEMM that reads the second's, the
+        first model's of ``following`` begin to travel: its pass takes ``upcoming`` as ``leader``.
         """
         call = section.call
-        operands = section.operands
         self.call = call
         self.measure = measure
         self.chunk_t = chunk_t
         self.kernels = pair_kernels_of(call.impl)
         self.dtype = call.stats_dtype
-        models = [(call, operands), (teacher, teachers.of_section(section).beside(operands))]
-        if measure.is_teacher_first:
-            models.reverse()
-        leader, self._second_model = models
-        self._leader = _Gathered(*gathered_logits(*leader))
-        self._leader.gather.start(beside=section.is_later)
-        self._follower: _Gathered | None = None  # from when the leader's hidden states are here
-        self._on_arrival = on_arrival
+        self._section = section
+        self._following = following
+        self._teacher = teacher
+        self._teachers = teachers
+        self._leader = leader or self._begun_leader(section)
+        self._follower: Gathered | None = None  # from when the leader's hidden states are here
+        self.upcoming: Gathered | None = None  # the leader of the section that follows
         options = call.options
         self.has_second_pass = not measure.takes_one_pass or (
             options.with_metrics or options.tp_invariant
@@ -159,7 +159,7 @@ class Pair:
         return self._of_student.gather
 
     @property
-    def _of_student(self) -> _Gathered:
+    def _of_student(self) -> Gathered:
         of_student = self._follower if self.measure.is_teacher_first else self._leader
         assert of_student is not None
         return of_student
@@ -182,20 +182,34 @@ class Pair:
         rows = torch.zeros(5, last - first, dtype=self.dtype, device=z.device)
         self.kernels.pair_logits(leader, out=z, rows=rows[:2])
         self._follower.gather.wait()
-        if self._on_arrival is not None:
-            self._on_arrival()
-            self._on_arrival = None
+        if self._following is not None and self.upcoming is None:
+            self.upcoming = self._begun_leader(self._following)
         if self.measure.takes_one_pass:
             self.kernels.pair_logits(follower, out=out, rows=rows[2:], first=z, first_max=rows[0])
         else:
             self.kernels.pair_logits(follower, out=out, rows=rows[2:4])
         return rows
 
-    def _begun_follower(self) -> _Gathered:
+    def _models(self, section: Section) -> list[tuple[Call, Operands]]:
+        """Return both models' calls and operands, the leader's first."""
+        student = section.operands
+        of_teacher = self._teachers.of_section(section).beside(student)
+        models = [(section.call, student), (self._teacher, of_teacher)]
+        return models[::-1] if self.measure.is_teacher_first else models
+
+    def _begun_leader(self, section: Section) -> Gathered:
+        """Start to gather the first model's hidden states."""
+        first, _ = self._models(section)
+        leader = Gathered(*gathered_logits(*first))
+        leader.gather.start(beside=section.is_later)
+        return leader
+
+    def _begun_follower(self) -> Gathered:
         """Wait for the first model's hidden states, start to gather the second's, and allocate."""
         gather, logits = self._leader
         gather.wait()  # the memory that ranks copy from holds one model's tokens at a time
-        follower = _Gathered(*gathered_logits(*self._second_model))
+        _, second = self._models(self._section)
+        follower = Gathered(*gathered_logits(*second))
         follower.gather.start(beside=True)
         n = min(self.chunk_t, max(1, logits.T))
         device = logits.labels.device

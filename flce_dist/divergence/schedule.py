@@ -7,9 +7,7 @@ Collectives of the logits are those of ``Pair``, those of gradients the sum of d
 in flight during the last dweight. Under sequence parallelism groups are sections.
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -27,7 +25,7 @@ from flce_dist.core.sections import (
     with_next,
 )
 from flce_dist.core.statistics import early_norm
-from flce_dist.divergence.pair import Pair, Teacher, TeacherOperands, ranges
+from flce_dist.divergence.pair import Gathered, Pair, Teacher, TeacherOperands, ranges
 from flce_dist.divergence.taken import Taken
 from flce_dist.kernels.divergence.formulas import Measure, PairStats
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, new_window
@@ -74,7 +72,8 @@ class Divergence:
         teacher: TeacherOperands,
         *,
         keeps_logits: bool,
-        on_arrival: Callable[[], None] | None = None,
+        leader: Gathered | None = None,
+        following: Section | None = None,
     ) -> Pair:
         """Begin a pass over both models' logits of a section."""
         return Pair(
@@ -84,7 +83,8 @@ class Divergence:
             self.measure,
             self.chunk_t,
             keeps_logits=keeps_logits,
-            on_arrival=on_arrival,
+            leader=leader,
+            following=following,
         )
 
     def statistics(self, call: Call, operands: Operands, teacher: TeacherOperands) -> Taken:
@@ -93,28 +93,15 @@ class Divergence:
         A section's first hidden states travel during the second GEMM of the one before.
         """
         taken = Taken(call, self.sections(call, operands))
-        upcoming = iter(taken.sections)
-        begun: list[Pair] = []
-        self._begin_next(upcoming, teacher, begun)
-        while begun:
-            pair = begun.pop()
-            pair.take_statistics((0, pair.call.T))
+        leader = None
+        for section, following in with_next(taken.sections):
+            pair = self.pair(
+                section, teacher, keeps_logits=False, leader=leader, following=following
+            )
+            pair.take_statistics((0, section.call.T))
             taken.add(pair)
+            leader = pair.upcoming
         return taken
-
-    def _begin_next(
-        self, upcoming: Iterator[Section], teacher: TeacherOperands, begun: list[Pair]
-    ) -> None:
-        """Append the next section's pair, if there is one; it does the same when it arrives.
-
-        No function inside ``statistics``: that would refer to itself, and keep the teacher's
-        tensors until Python collects its garbage.
-        """
-        section = next(upcoming, None)
-        if section is None:
-            return
-        on_arrival = partial(self._begin_next, upcoming, teacher, begun)
-        begun.append(self.pair(section, teacher, keeps_logits=False, on_arrival=on_arrival))
 
     def add_groups(
         self,
