@@ -13,10 +13,7 @@ from torch import Tensor
 from flce_dist.kernels.ids.at_ids import write_at_ids
 from flce_dist.kernels.logits.launching import tile_launch
 from flce_dist.kernels.logits.operands import ShardLogits
-from flce_dist.kernels.logits.tile import (
-    inverse_temperatures,
-    logits_tile,
-)
+from flce_dist.kernels.logits.tile import inverse_temperatures, logits_tile
 from flce_dist.kernels.primitives import (
     FAR,
     computed,

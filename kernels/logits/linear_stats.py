@@ -197,8 +197,8 @@ def linear_stats(
         sums.zero_()
         return
     segment = segment_columns(logits, 1 + target.with_entropy + target.with_sum_z)
-    is_whole = tiles is not None and segment.num_v == tiles.shape[1] and segment.part_rows == 2
-    if tiles is not None and is_whole and tiles.is_contiguous():
+    sizes = segment.num_v, segment.part_rows
+    if tiles is not None and tiles.is_contiguous() and sizes == (tiles.shape[1], 2):
         part = tiles
     else:
         part = label_logit.new_empty(segment.part_rows * T * segment.num_v)
