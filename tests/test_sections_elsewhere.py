@@ -13,7 +13,9 @@ from torch import Tensor
 
 from flce_dist.core.sections import rows_of_sections
 from flce_dist.divergence import choose
+from flce_dist.divergence.pair import ranges
 from flce_dist.kernels.best import chunks
+from flce_dist.kernels.divergence.formulas import METRIC_ROWS, Measure
 from flce_dist.testing import run_ranks
 from tests import best_problem, divergence_problem
 from tests.problems import both, pairwise
@@ -32,21 +34,32 @@ def gathered(calls: Sequence[str], dtype: str) -> list[int]:
 
 
 def check_gathers(
-    calls: Sequence[str], T: int, P: int, most: int, passes: int, kind: str = "reverse_kl"
-) -> None:
-    """Check that hidden states of each section travel alone, one model's, then the other's.
+    calls: Sequence[str], T: int, P: int, most: int, passes: Sequence[str],
+    kind: str = "reverse_kl", *, with_metrics: bool = True,
+) -> None:  # fmt: skip
+    """Check all gathers: hidden states of each section travel alone, one model's, then the other's.
 
-    Values of a section travel between.
+    Of ``passes`` "values" have a section's first hidden states travel before the values of the one
+    before, "gradients" after these, and "again" are gradients that need no values.
     """
     rows = [end - start for start, end in rows_of_sections(T, P, (most,))]
     assert len(rows) > 1
     first, second = divergence_problem.H, divergence_problem.H_T
-    if kind == "forward_kl":
+    measure = Measure(kind, 0.5)
+    if measure.is_teacher_first:
         first, second = second, first
-    of_sections = [n * size for n in rows for size in (first, second)]
-    found = iter(gathered(calls, "float64"))
-    missing = [n for n in of_sections * passes if n not in found]  # which moves on to n
-    assert missing == []
+    sums = measure.sums + METRIC_ROWS * with_metrics
+    of_token = [5, sums] if with_metrics or not measure.takes_one_pass else [5]
+    expected = []
+    for what in passes:
+        for i, n in enumerate(rows):
+            chunks = [] if what == "again" else ranges(0, n * P, most)
+            values = [k * (end - start) for start, end in chunks for k in of_token]
+            following = rows[i + 1 : i + 2] if what == "values" else []
+            has_travelled = what == "values" and i > 0
+            expected += [] if has_travelled else [n * first]
+            expected += [n * second, *(m * first for m in following), *values]
+    assert gathered(calls, "float64") == expected
 
 
 @pytest.mark.parametrize(
@@ -65,7 +78,7 @@ def test_divergences(kind: str, P: int, way: int) -> None:
     )
     found = divergence_problem.on_ranks(given, P, sequence_parallel=True, with_metrics=True)
     divergence_problem.compare(found, given, with_metrics=True)
-    passes = 2 if ways[way]["reduction"] == "none" else 1
+    passes = ["values", "again"] if ways[way]["reduction"] == "none" else ["gradients"]
     check_gathers(found.calls, 384, P, GROUP_T, passes, kind)
 
 
@@ -82,7 +95,7 @@ def test_a_divergence_whose_section_is_more_than_a_group(
     found = divergence_problem.on_ranks(given, 5, sequence_parallel=True, with_metrics=True)
     choose.sizes.cache_clear()
     divergence_problem.compare(found, given, with_metrics=True)
-    passes = 2 if way["reduction"] == "none" else 1
+    passes = ["values", "again"] if way["reduction"] == "none" else ["gradients"]
     check_gathers(found.calls, 15, 5, 4, passes)
 
 
@@ -101,7 +114,7 @@ def test_a_divergence_without_gradients() -> None:
 
     for found, calls in run_ranks(value, 2):
         torch.testing.assert_close(found, expected)
-        check_gathers(calls, 384, 2, GROUP_T, passes=1)
+        check_gathers(calls, 384, 2, GROUP_T, ["values"], with_metrics=False)
 
 
 @both
