@@ -57,21 +57,25 @@ def _keep_best(buffer_ptr, count, k):
 
 @triton.jit
 def _winning_blocks(largest_ptr, stride_n, blocks_ptr, N, k, BLOCKS: tl.constexpr):
-    """List the blocks whose maximum reaches the k-th largest; return the bound and their number."""
+    """List the blocks whose maximum reaches the k-th largest; return the bound and their number.
+
+    The list overwrites the maxima.
+    """
     n = tl.arange(0, BLOCKS)
     largest = tl.load(largest_ptr + n.to(tl.int64) * stride_n, mask=n < N, other=-float("inf"))
     rank = ordered(largest)
     bound = kth_largest(rank, k, _BOUND_BITS)
     wins = (rank >= bound) & (largest > -float("inf"))
     place = tl.cumsum(wins.to(tl.int32), axis=0) - 1
-    tl.store(blocks_ptr + place, n, mask=wins)
+    tl.debug_barrier()  # all maxima have been loaded
+    tl.store(blocks_ptr + place.to(tl.int64) * stride_n, n, mask=wins)
     return bound.to(tl.int64) << 32, tl.sum(wins.to(tl.int32), axis=0)
 
 
 @triton.jit
 def _winners_kernel(
     z_ptr, largest_ptr,  # in:  [T, V] fp32, [T, N] fp32: of each block of COLUMNS columns
-    blocks_ptr, buffer_ptr,  # scratch: [T, N] int16 or int32, [T, capacity] int64
+    blocks_ptr, buffer_ptr,  # scratch: [T, N] int32, in the place of largest; [T, capacity] int64
     keys_ptr,  # out: [T, k] int64, the best first
     V, N, k, capacity, stride_z_t, stride_t, stride_n, first_id,  # strides: z's, largest's
     COLUMNS: tl.constexpr, STEP: tl.constexpr, BLOCKS: tl.constexpr, SORTED: tl.constexpr,
@@ -80,14 +84,15 @@ def _winners_kernel(
     t = tl.program_id(0).to(tl.int64)
     z_ptr += t * stride_z_t
     largest_ptr += t * stride_t
-    blocks_ptr += t * N
+    blocks_ptr += t * stride_t
     buffer_ptr += t * capacity
     bound, num_blocks = _winning_blocks(largest_ptr, stride_n, blocks_ptr, N, k, BLOCKS)
     tl.debug_barrier()  # the list is complete
     count = tl.zeros((), tl.int32)
     for start in range(0, num_blocks, STEP // COLUMNS):
         i = start + tl.arange(0, STEP) // COLUMNS
-        block = tl.load(blocks_ptr + i, mask=i < num_blocks, other=0).to(tl.int32)
+        block_ptrs = blocks_ptr + i.to(tl.int64) * stride_n
+        block = tl.load(block_ptrs, mask=i < num_blocks, other=0)
         column = block * COLUMNS + tl.arange(0, STEP) % COLUMNS
         mask = (i < num_blocks) & (column < V)
         z = tl.load(z_ptr + column, mask=mask, other=-float("inf"))
@@ -118,17 +123,17 @@ def winners(
     """Write the keys of the k best logits of each token to ``out`` [T, k] int64, the best first.
 
     z is [T, V] fp32 with a unit last stride, ``largest`` [T, N] fp32 the maximum of each block
-    of ``columns``. Where there are fewer than k logits above -inf, LOWEST_KEY follows.
+    of ``columns``, and is overwritten. Where there are fewer than k logits above -inf, LOWEST_KEY
+    follows.
     """
     T, V = z.shape
     N = largest.shape[1]
     step = max(AT_ONCE, columns)
     capacity = k + step
-    of_block = torch.int16 if N < 1 << 15 else torch.int32
     in_order = max(_SORTED, next_power_of_2(2 * k))
     _winners_kernel[(T,)](
         z, largest,
-        out.new_empty(T, N, dtype=of_block), out.new_empty(T, capacity),
+        largest.view(torch.int32), out.new_empty(T, capacity),
         out,
         V, N, k, capacity, z.stride(0), *largest.stride(), first_id,
         COLUMNS=columns, STEP=step, BLOCKS=max(2, next_power_of_2(N)),
