@@ -40,8 +40,7 @@ def check_gathers(
     """Check all gathers: hidden states of each section travel alone, one model's, then the other's.
 
     Of ``passes`` "values" have a section's first hidden states travel before the values of the one
-    before, "gradients" after these, and "again" are gradients that need no values. Values that one
-    pass over the logits yields are gathered once.
+    before, "gradients" after these, and "again" are gradients that need no values.
     """
     rows = [end - start for start, end in rows_of_sections(T, P, (most,))]
     assert len(rows) > 1
@@ -50,19 +49,16 @@ def check_gathers(
     if measure.is_teacher_first:
         first, second = second, first
     sums = measure.sums + METRIC_ROWS * with_metrics
-    has_second_pass = with_metrics or not measure.takes_one_pass
-    of_token = [5, sums] if has_second_pass else [5]
+    of_token = [5, sums] if with_metrics or not measure.takes_one_pass else [5]
     expected = []
     for what in passes:
-        merges_once = what == "values" and not has_second_pass
         for i, n in enumerate(rows):
-            chunks = [] if what == "again" or merges_once else ranges(0, n * P, most)
+            chunks = [] if what == "again" else ranges(0, n * P, most)
             values = [k * (end - start) for start, end in chunks for k in of_token]
             following = rows[i + 1 : i + 2] if what == "values" else []
             has_travelled = what == "values" and i > 0
             expected += [] if has_travelled else [n * first]
             expected += [n * second, *(m * first for m in following), *values]
-        expected += [5 * T] * merges_once
     assert gathered(calls, "float64") == expected
 
 

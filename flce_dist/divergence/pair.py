@@ -76,9 +76,8 @@ class Pair:
 
     The model whose probabilities weigh differences comes first. Under sequence parallelism a gather
     of its hidden states, which begins at once, then one of the other's, in flight during the first
-    GEMM. For each chunk a gather of 5 rows [C] from each rank, unless the caller merges them; with
-    jsd, tv or metrics another, of 1 to 9 rows [C] fp64; with tp_invariant both, and one of 2 rows
-    between them.
+    GEMM. For each chunk a gather of 5 rows [C] from each rank; with jsd, tv or metrics another, of
+    1 to 9 rows [C] fp64; with tp_invariant both, and one of 2 rows between them.
     """
 
     def __init__(
@@ -125,12 +124,6 @@ class Pair:
         """Take statistics of the next tokens."""
         for first, last in ranges(*tokens, self.chunk_t):
             self._next_stats(first, last)
-
-    def rows_of_shard(self, tokens: tuple[int, int]) -> Tensor:
-        """Return what ``merged_stats`` takes of the next tokens, [5, T], if there is one pass."""
-        assert not self.has_second_pass
-        of_chunks = [self._logits(first, last) for first, last in ranges(*tokens, self.chunk_t)]
-        return torch.cat(of_chunks, 1)
 
     def compare(self, tokens: tuple[int, int], slope: Tensor, d: Tensor) -> Tensor | None:
         """Take them and write D, ``slope`` [T] included, to d [N, V].
@@ -228,7 +221,7 @@ class Pair:
         """Return statistics of tokens over all ranks; keep metrics if they are asked for."""
         measure = self.measure
         options = self.call.options
-        stats = merged_stats(self.call, rows, measure)
+        stats = self.kernels.stats_of_totals(self._of_ranks(rows), measure, self.dtype)
         if not self.has_second_pass:
             return stats
         if options.tp_invariant:  # of the first pass only the maxima do not depend on shards
@@ -254,7 +247,7 @@ class Pair:
         sums = self.kernels.pair_sums(
             s, t, student, stats, measure, with_metrics=with_metrics, is_invariant=is_invariant
         )
-        return _of_ranks(sums, self.call)
+        return self._of_ranks(sums)
 
     def _write(
         self, first: int, last: int, stats: PairStats, slope: Tensor, d: Tensor
@@ -278,17 +271,10 @@ class Pair:
             return of_second, of_first
         return of_first, of_second
 
-
-def merged_stats(call: Call, rows: Tensor, measure: Measure) -> PairStats:
-    """Return statistics over all ranks from what one pass yields of each shard, [5, T]."""
-    kernels = pair_kernels_of(call.impl)
-    return kernels.stats_of_totals(_of_ranks(rows, call), measure, call.stats_dtype)
-
-
-def _of_ranks(rows: Tensor, call: Call) -> Tensor:
-    """Gather rows [k, T] of each rank, in rank order: [P, k, T]."""
-    group = call.tp_group
-    return gather_tokens(rows, group).view(group_size(group), *rows.shape)
+    def _of_ranks(self, rows: Tensor) -> Tensor:
+        """Gather rows [k, C] of each rank, in rank order: [P, k, C]."""
+        group = self.call.tp_group
+        return gather_tokens(rows, group).view(group_size(group), *rows.shape)
 
 
 def _joined(sizes: list[Tensor | None]) -> Tensor | None:

@@ -25,14 +25,7 @@ from flce_dist.core.sections import (
     with_next,
 )
 from flce_dist.core.statistics import early_norm
-from flce_dist.divergence.pair import (
-    Gathered,
-    Pair,
-    Teacher,
-    TeacherOperands,
-    merged_stats,
-    ranges,
-)
+from flce_dist.divergence.pair import Gathered, Pair, Teacher, TeacherOperands, ranges
 from flce_dist.divergence.taken import Taken
 from flce_dist.kernels.divergence.formulas import Measure, PairStats
 from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, new_window
@@ -97,25 +90,17 @@ class Divergence:
     def statistics(self, call: Call, operands: Operands, teacher: TeacherOperands) -> Taken:
         """Take the statistics of all tokens, and keep no logits.
 
-        A section's first hidden states travel during the second GEMM of the one before. What one
-        pass yields is merged over ranks once, so that no GEMM waits for other ranks' statistics.
+        A section's first hidden states travel during the second GEMM of the one before.
         """
         taken = Taken(call, self.sections(call, operands))
-        of_shard = []
         leader = None
         for section, following in with_next(taken.sections):
             pair = self.pair(
                 section, teacher, keeps_logits=False, leader=leader, following=following
             )
-            tokens = (0, section.call.T)
-            if pair.has_second_pass:
-                pair.take_statistics(tokens)
-                taken.add(pair)
-            else:
-                of_shard.append(pair.rows_of_shard(tokens))
+            pair.take_statistics((0, section.call.T))
+            taken.add(pair)
             leader = pair.upcoming
-        if of_shard:
-            taken.add_merged(merged_stats(call, torch.cat(of_shard, 1), self.measure))
         return taken
 
     def add_groups(

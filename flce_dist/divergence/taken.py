@@ -21,13 +21,6 @@ class Taken:
         """Add the statistics and metrics of a section's chunks."""
         self._pairs.append((pair.stats, pair.metrics))
 
-    def add_merged(self, stats: PairStats) -> None:
-        """Add the statistics of all sections [T], one section after the other."""
-        done = 0
-        for section in self.sections:
-            self._pairs.append(([stats.tokens(done, done + section.call.T)], []))
-            done += section.call.T
-
     def values(self) -> Tensor:
         """Return the values [T] of all tokens, in their order."""
         return self._in_order([[x.value for x in stats] for stats, _ in self._pairs])
