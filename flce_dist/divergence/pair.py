@@ -201,7 +201,7 @@ class Pair:
         """Start to gather the first model's hidden states."""
         first, _ = self._models(section)
         leader = Gathered(*gathered_logits(*first))
-        leader.gather.start(beside=section.is_later)
+        leader.gather.start()
         return leader
 
     def _begun_follower(self) -> Gathered:
@@ -210,7 +210,7 @@ class Pair:
         gather.wait()  # the memory that ranks copy from holds one model's tokens at a time
         _, second = self._models(self._section)
         follower = Gathered(*gathered_logits(*second))
-        follower.gather.start(beside=True)
+        follower.gather.start()
         n = min(self.chunk_t, max(1, logits.T))
         device = logits.labels.device
         for _ in range(1 + self._keeps_second):
