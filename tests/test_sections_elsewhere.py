@@ -16,6 +16,7 @@ from flce_dist.divergence import choose
 from flce_dist.divergence.pair import ranges
 from flce_dist.kernels.best import chunks
 from flce_dist.kernels.divergence.formulas import METRIC_ROWS, Measure
+from flce_dist.kernels.grid import PLANNED
 from flce_dist.testing import run_ranks
 from tests import best_problem, divergence_problem
 from tests.problems import both, pairwise
@@ -89,7 +90,7 @@ def test_a_divergence_whose_section_is_more_than_a_group(
     way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of five ranks a row each, where a group holds four tokens."""
-    monkeypatch.setattr(choose, "_TILE_T", 4)
+    monkeypatch.setattr(choose, "PLANNED", PLANNED._replace(tile_t=4))
     choose.sizes.cache_clear()
     given = divergence_problem.problem(torch.float64, tokens=(15,), max_logits_bytes=1, **way)
     found = divergence_problem.on_ranks(given, 5, sequence_parallel=True, with_metrics=True)

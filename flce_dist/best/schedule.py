@@ -14,15 +14,14 @@ from flce_dist.arguments.prepare import check_temperatures, counted_operands
 from flce_dist.core.call import Call, Operands, gathered_logits
 from flce_dist.core.interface import Outputs, Saved
 from flce_dist.core.sections import Section, joined, sections_of, with_next
-from flce_dist.kernels.best.chunks import Grid, chunk_tokens
+from flce_dist.kernels.best.chunks import chunk_tokens
 from flce_dist.kernels.best.interface import Noise, ShardBest, best_kernels_of
+from flce_dist.kernels.grid import PLANNED
 from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.parallel import collectives
 from flce_dist.parallel.counted import put_back
 from flce_dist.parallel.vocab import INVARIANT_ROWS
 from flce_dist.schedules.windows import Sizes
-
-_GRID = Grid(tile_t=128, tile_v=256, groups=1, programs=132)  # of an H100 or H200
 
 
 @dataclass(frozen=True)
@@ -135,8 +134,8 @@ def _section_tokens(call: Call, k: int, *, counts: bool) -> int:
     """Return tokens of a section, from facts that all ranks share: what one launch takes."""
     shared = call.schedule  # planned for the largest even shard
     assert isinstance(shared, Sizes)
-    groups = _GRID.tile_v // INVARIANT_ROWS if call.options.tp_invariant else 1
-    grid = _GRID._replace(groups=groups)
+    groups = PLANNED.tile_v // INVARIANT_ROWS if call.options.tp_invariant else 1
+    grid = PLANNED._replace(groups=groups)
     return chunk_tokens(call.T, shared.V, k, counts=counts, grid=grid)
 
 

@@ -11,13 +11,11 @@ import torch
 from flce_dist.divergence import schedule as schedules
 from flce_dist.divergence.pair import Teacher
 from flce_dist.kernels.divergence.formulas import Measure
+from flce_dist.kernels.grid import PLANNED
 
 LOGITS_BYTES = 5 << 28
 """Budget where the caller names none: 1.25 GiB."""
 
-_TILE_T = 128  # tokens of a tile of logits
-_TILE_V = 256  # columns
-_PROGRAMS = 132  # tiles of a wave on an H100 or H200
 _MOST_CHUNKS = 8  # of a group
 _WAVES_PER_ROW = 4e-5  # that adding to one row of dweight once more takes, by memory traffic
 _KEPT_TOKENS = 16384  # tokens up to which auto, given no budget, keeps D
@@ -50,7 +48,7 @@ def chosen_schedule(
     elif asked == "auto":
         fits = T <= _KEPT_TOKENS
         if max_logits_bytes is not None:
-            fits = kept + 2 * _TILE_T * V * stats_bytes <= budget
+            fits = kept + 2 * PLANNED.tile_t * V * stats_bytes <= budget
         asked = "in_forward" if is_reduced else "cached" if fits else "recompute"
     if asked == "cached" and max_logits_bytes is not None:
         budget -= kept
@@ -75,13 +73,14 @@ def sizes(T: int, V: int, logits_bytes: int, d_bytes: int, budget: int) -> tuple
     ``logits_bytes`` are those of a column of a token in a chunk, ``d_bytes`` in a group, 0 if there
     are no groups. One tile of tokens is taken even if it does not fit.
     """
-    best = _TILE_T, _TILE_T
+    tile_t = PLANNED.tile_t
+    best = tile_t, tile_t
     least = math.inf
-    for chunk_t in range(_TILE_T, max(T, 1) + _TILE_T, _TILE_T):
+    for chunk_t in range(tile_t, max(T, 1) + tile_t, tile_t):
         for chunks in range(1, _MOST_CHUNKS + 1 if d_bytes else 2):
             group_t = chunk_t * chunks
             fits = V * (logits_bytes * min(T, chunk_t) + d_bytes * min(T, group_t)) <= budget
-            if not fits and group_t > _TILE_T:
+            if not fits and group_t > tile_t:
                 break
             cost: float = _waves(T, V, chunk_t)
             if d_bytes:
@@ -98,9 +97,4 @@ def sizes(T: int, V: int, logits_bytes: int, d_bytes: int, budget: int) -> tuple
 def _waves(T: int, V: int, chunk_t: int) -> int:
     """Return the waves of tiles that both models' logits take."""
     whole, left = divmod(T, chunk_t)
-    return 2 * (whole * _waves_of(chunk_t, V) + _waves_of(left, V))
-
-
-def _waves_of(tokens: int, V: int) -> int:
-    tiles = -(-tokens // _TILE_T) * -(-V // _TILE_V)
-    return -(-tiles // _PROGRAMS)
+    return 2 * (whole * PLANNED.waves(chunk_t, V) + PLANNED.waves(left, V))

@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 from torch import sym_max, sym_min
 
+from flce_dist.kernels.grid import PLANNED
 from flce_dist.schedules.in_forward import InForward, LentWindows
 from flce_dist.schedules.windows import Windows
 
 _WINDOW_BYTES = 264 << 20  # 16,896 columns of 8192 tokens in bf16
 _MIN_WINDOW = 4096
 _MAX_WINDOW = 33792
-_WAVE = 8448  # columns, 64 * 132: GEMMs over a multiple fill the last wave of an H200, too
+_WAVE = 64 * PLANNED.programs  # columns: GEMMs over a multiple fill the last wave of an H200, too
 _TILE = 256  # columns or tokens: the kernels' largest tile, of which windows and chunks are made
 _LEAST_CHUNK = 2048  # tokens of a chunk of auto, so that its GEMMs are large
 _LENT_ROWS = 16  # of dweight: a window in its memory takes a multiple of them

@@ -3,7 +3,7 @@
 T = tokens, V = vocabulary rows here, k = ids of a token.
 """
 
-from typing import NamedTuple
+from flce_dist.kernels.grid import Grid
 
 LOGITS_BYTES = 345 << 20
 """Limit of a chunk's fp32 logits. 640 tokens of 128,256 columns are 313 MiB; 1408 tokens of half of
@@ -11,15 +11,6 @@ them 344 MiB, and fill 20.9 waves of 132 tiles, where 1280 tokens, 313 MiB, took
 
 PART_BYTES = 64 << 20
 """Limit of a chunk's partial statistics: 8192 tokens of 501 tiles, 8 bytes each, are 31 MiB."""
-
-
-class Grid(NamedTuple):
-    """Tiles of logits, and how many a GPU computes at a time."""
-
-    tile_t: int
-    tile_v: int
-    groups: int  # of columns in a tile, which have statistics of their own
-    programs: int
 
 
 def chunk_tokens(T: int, V: int, k: int, *, counts: bool, grid: Grid) -> int:
@@ -34,10 +25,6 @@ def chunk_tokens(T: int, V: int, k: int, *, counts: bool, grid: Grid) -> int:
         most = min(most, LOGITS_BYTES // (4 * max(1, V)))
     if most >= T or most < grid.tile_t:
         return max(1, min(most, T))
-
-    def idle_share(blocks: int) -> float:
-        tiles = blocks * num_v
-        return -tiles % grid.programs / tiles
-
     blocks = most // grid.tile_t
-    return grid.tile_t * min(range(blocks, blocks // 2, -1), key=idle_share)
+    in_whole_tiles = [n * grid.tile_t for n in range(blocks, blocks // 2, -1)]
+    return min(in_whole_tiles, key=lambda tokens: grid.idle_share(tokens, V))

@@ -14,12 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce_dist.kernels.best.chunks import Grid, chunk_tokens
+from flce_dist.kernels.best.chunks import chunk_tokens
 from flce_dist.kernels.best.interface import Noise, ShardBest
 from flce_dist.kernels.best.keys import LOWEST_KEY, next_above
 from flce_dist.kernels.best.merge_groups import merge_groups
 from flce_dist.kernels.best.noise import gumbel
 from flce_dist.kernels.best.winners import winners
+from flce_dist.kernels.grid import Grid
 from flce_dist.kernels.logits.launching import TileLaunch, matrix, tile_launch
 from flce_dist.kernels.logits.operands import ShardLogits, new_window
 from flce_dist.kernels.logits.tile import logits_tile
@@ -194,7 +195,8 @@ def _tile_launch(logits: ShardLogits, z: Tensor | None, noise: Noise | None) -> 
 
 def grid_of(launch: TileLaunch) -> Grid:
     tile = launch.config
-    return Grid(tile.BLOCK_T, tile.BLOCK_V, tile.BLOCK_V // launch.group_v, launch.programs)
+    groups = tile.BLOCK_V // launch.group_v
+    return Grid(tile.BLOCK_T, tile.BLOCK_V, launch.programs, groups)
 
 
 def _is_aligned(logits: ShardLogits) -> bool:
