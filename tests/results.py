@@ -1,11 +1,12 @@
 """Measure what README and docs show, and write their tables and figures from the result files.
 
     python -m tests.results measure "one GPU" --out runs/results    # the same again: goes on
+    python -m tests.results measure "two GPUs" --text corpus.txt --out runs/results
     python -m tests.results show --out runs/results
 
 docs/results.yaml has the command that measures each file on which machine, and what is shown of it.
 Files are measured side by side where there are GPUs for it; those of ``alone``, the host's times,
-one by one.
+one by one. What trains on a text is measured if it gets one.
 A table stands behind a line ``<!-- table: its name -->``, ``<!--name-->`` behind a range, or behind
 the largest number of one. Where a page says ``commit 1234567`` and then links to a file of
 docs/results, the commit is the file's.
@@ -152,6 +153,23 @@ def commands(machine: str, out: Path) -> dict[str, list[list[str]]]:
     return found
 
 
+def training_commands(machine: str, out: Path, text: Path | None) -> dict[str, list[str]]:
+    """Return the commands that train and measure it, which start their ranks themselves.
+
+    Those that need a text are left out without one, and named.
+    """
+    found = {}
+    for name, arguments in spec()["machines"][machine].get("training", {}).items():
+        if "{text}" in arguments and text is None:
+            print(f"{name}: not measured, since it needs --text")
+            continue
+        program, *rest = (part.format(text=text) for part in arguments.split())
+        output = "--out" if program == "train.heads" else "--out-dir"
+        module = f"flce_dist.launch.{program}"
+        found[name] = [sys.executable, "-m", module, *rest, output, f"{out / name}"]
+    return found
+
+
 def run(command: list[str], gpus: str, output: TextIO | None = None) -> int:
     """Run a command that sees these GPUs; return its exit status, above 0 also of a killed one."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
@@ -233,8 +251,8 @@ def verify(name: str, parts: list[list[str]], groups: list[str], out: Path) -> i
     return status
 
 
-def measure_all(machine: str, out: Path) -> int:
-    """Measure what is alone, then side by side, each on GPUs of its own; verify at last."""
+def measure_all(machine: str, out: Path, text: Path | None) -> int:
+    """Measure what is alone and what trains, then side by side, each on GPUs of its own; verify."""
     plan = spec()["machines"][machine]
     todo = commands(machine, out)
     groups = groups_of_gpus(plan["gpus"])
@@ -245,6 +263,10 @@ def measure_all(machine: str, out: Path) -> int:
     measured = partial(measure, free_groups=free)
     checks = {name: todo.pop(name) for name in list(todo) if name.startswith("verify")}
     status = [measured(*todo.pop(name)) for name in plan["alone"]]
+    for name, command in training_commands(machine, out, text).items():
+        status.append(measured(command))
+        for compared in (out / name).glob("compare.*"):  # of a single run
+            shutil.copy(compared, out / f"{name}{compared.suffix}")
     with ThreadPoolExecutor(len(groups)) as pool:
         status += pool.map(measured, [command for (command,) in todo.values()])
     status += [verify(name, parts, groups, out) for name, parts in checks.items()]
@@ -254,9 +276,11 @@ def measure_all(machine: str, out: Path) -> int:
 def show(new: Path) -> None:
     """Take these result files into docs/results, and write what pages and figures show of them."""
     for machine in spec()["machines"].values():
-        for file in (new / f"{name}.json" for name in machine["files"]):
-            if file.exists():
+        for name in [*machine["files"], *machine.get("training", {})]:
+            for file in new.glob(f"{name}.json"):
                 shutil.copy(file, FILES)
+            for figure in new.glob(f"{name}.png"):
+                shutil.copy(figure, FILES)
     for page in PAGES:
         page.write_text(written(page.read_text()))
     for names in spec()["figures"]:
@@ -286,10 +310,11 @@ def main() -> int:
     measuring = programs.add_parser("measure")
     measuring.add_argument("machine", choices=list(spec()["machines"]))
     measuring.add_argument("--out", type=Path, required=True)
+    measuring.add_argument("--text", type=Path, help="UTF-8, to train on")
     programs.add_parser("show").add_argument("--out", type=Path, required=True)
     settings = parser.parse_args()
     if settings.what == "measure":
-        return measure_all(settings.machine, settings.out)
+        return measure_all(settings.machine, settings.out, settings.text)
     show(settings.out)
     return 0
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import flce_dist
+from flce_dist.launch.train.config import load_config
 from tests import results
 from tests.on_ranks import on_ranks
 
@@ -142,6 +143,39 @@ def test_every_file_is_measured_by_a_grid():
             assert len(grids) == len(programs & {*command})
 
 
+def test_training_is_measured_by_configurations_that_load(capsys, tmp_path):
+    text = tmp_path / "corpus.txt"
+    text.write_text("words")
+    measured = results.training_commands("two GPUs", tmp_path / "out", text)
+    assert measured.keys() == results.spec()["machines"]["two GPUs"]["training"].keys()
+    for name, (_, _, module, *arguments, _, to) in measured.items():
+        assert module.startswith("flce_dist.launch.train") and to == str(tmp_path / "out" / name)
+        config = load_config(arguments)
+        assert config.parallel.tensor == 2 and config.data.text in (None, text)
+    assert not capsys.readouterr().out
+    without = results.training_commands("two GPUs", tmp_path / "out", None)
+    assert without.keys() == {"head-h200-x2"}
+    assert capsys.readouterr().out == "training-x2: not measured, since it needs --text\n"
+
+
+def test_a_run_that_trains_leaves_its_comparison_as_a_result(monkeypatch, tmp_path):
+    files, new = tmp_path / "files", tmp_path / "new"
+    files.mkdir()
+    writes = "import pathlib, sys; folder = pathlib.Path(sys.argv[1]); folder.mkdir(); "
+    writes += "[(folder / f'compare.{x}').write_text(x) for x in ('json', 'png')]"
+    command = [sys.executable, "-c", writes, f"{new / 'head'}"]
+    plan = {"gpus": 1, "alone": [], "files": {}, "training": {"head": "train"}}
+    monkeypatch.setattr(results, "spec", lambda: {"machines": {"one": plan}, "figures": []})
+    monkeypatch.setattr(results, "training_commands", lambda *_: {"head": command})
+    monkeypatch.setattr(results, "groups_of_gpus", lambda _: ["0"])
+    monkeypatch.setattr(results, "FILES", files)
+    monkeypatch.setattr(results, "PAGES", [])
+    assert results.measure_all("one", new, None) == 0
+    results.show(new)
+    taken = {file.name: file.read_text() for file in files.iterdir()}
+    assert taken == {"head.json": "json", "head.png": "png"}
+
+
 def test_a_machine_is_measured_if_its_gpus_are_there(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -149,7 +183,7 @@ def test_a_machine_is_measured_if_its_gpus_are_there(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,6")
     assert results.groups_of_gpus(2) == ["7,5"]
     with pytest.raises(SystemExit, match="4 GPUs needed, found 3"):
-        results.measure_all("four GPUs", tmp_path)
+        results.measure_all("four GPUs", tmp_path, None)
 
 
 def test_the_error_closest_to_its_budget_is_kept(tmp_path):

@@ -89,9 +89,13 @@ def test_a_run_learns_and_leaves_its_records(uninterrupted):
         assert (uninterrupted / name).exists(), name
     checkpoints = sorted(path.name for path in (uninterrupted / "checkpoints").iterdir())
     assert checkpoints == ["step-00000006", "step-00000009"]
-    heads = json.loads((uninterrupted / "compare.json").read_text())["heads"]
-    assert list(heads) == ["ours: auto", "ours: recompute, 0.25 MiB", "Megatron"]
-    assert all(0 < head["time_ms"] and head["loss_difference"] < 1e-4 for head in heads.values())
+    heads = json.loads((uninterrupted / "compare.json").read_text())["records"]
+    assert [head["head"] for head in heads] == [
+        "ours: auto",
+        "ours: recompute, 0.25 MiB",
+        "Megatron",
+    ]
+    assert all(0 < head["time_ms"] and head["loss_difference"] < 1e-4 for head in heads)
 
 
 @needs_proc

@@ -89,12 +89,13 @@ def test_a_fifo_in_place_of_a_file_of_a_run_is_an_error(tmp_path, name):
 
 
 def test_the_comparison_of_heads_says_what_it_is_of():
-    numbers = json.loads((RESULTS / "head-h200-x2.json").read_text())
-    figure = comparison_figure({**numbers, "commit": "abc1234"})
+    comparison = json.loads((RESULTS / "head-h200-x2.json").read_text())
+    comparison["about"]["commit"] = "abc1234"
+    figure = comparison_figure(comparison)
     below = figure.get_supxlabel()
     assert below.startswith("8192 tokens, hidden 4096, 65536 vocabulary rows on each of 2 ranks")
     assert "NVIDIA H200, 2 ranks" in below and "commit abc1234" in below
-    peaks = [f"{head['peak_mib']:,.1f}" for head in numbers["heads"].values()]
+    peaks = [f"{head['peak_mib']:,.1f}" for head in comparison["records"]]
     assert len(peaks) == 3 and texts(figure, 0) == peaks
     assert_readable(figure)
 

@@ -274,14 +274,15 @@ def test_a_run_records_what_is_approximated_resumes_and_compares(ranks, tmp_path
     trained_run(ranks, tmp_path / "resumed", steps=4, compare=False)
     assert trained_run(ranks, tmp_path / "resumed") == whole
     # The differences of the filtered head are its approximation; exact gradients have none.
-    heads = json.loads((tmp_path / "resumed" / "compare.json").read_text())["heads"]
-    filtered, exact, _ = heads
-    assert filtered == "ours: Filter(eps=0.001953125)" and exact.startswith("ours: recompute, ")
-    for head in heads.values():
-        assert head["loss"] == pytest.approx(heads["Megatron"]["loss"], rel=1e-6)
+    heads = json.loads((tmp_path / "resumed" / "compare.json").read_text())["records"]
+    filtered, exact, megatron = heads
+    assert filtered["head"] == "ours: Filter(eps=0.001953125)"
+    assert exact["head"].startswith("ours: recompute, ") and megatron["head"] == "Megatron"
+    for head in heads:
+        assert head["loss"] == pytest.approx(megatron["loss"], rel=1e-6)
         assert head["peak_mib"] > 0
-    assert heads[exact]["dweight_relative_rms"] < 1e-5
-    assert 1e-5 < heads[filtered]["dweight_relative_rms"] < 0.1
+    assert exact["dweight_relative_rms"] < 1e-5
+    assert 1e-5 < filtered["dweight_relative_rms"] < 0.1
     longer = replace(FILTERED, out_dir=tmp_path / "resumed", steps=8)
     (message, _) = ranks.run(rank_of_run, longer, 1)
     assert message.startswith("cannot continue ") and "ids.sha256 is '" in message

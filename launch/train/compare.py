@@ -133,8 +133,9 @@ def head_peak_mib(alone: HeadAlone, *, is_ours: bool) -> float:
 
 
 def compare_heads(alone: HeadAlone) -> dict[str, Any]:
-    """Measure the heads and return the numbers, the same on all ranks of the group; collective.
+    """Measure the heads; return what was measured and a record of each; collective.
 
+    All ranks of the group get the same: ``{"about": {...}, "records": [...]}``.
     Ours runs twice: as the run had it, and with recompute in windows of a sixteenth of the logits,
     the other end of memory against time. Loss terms that Megatron does not have are left out.
     ``*_relative_rms`` is the norm of the difference from Megatron's gradient over the norm of that.
@@ -162,9 +163,10 @@ def compare_heads(alone: HeadAlone) -> dict[str, Any]:
         difference, norm = reduced(squares, alone.group)
         return float((difference / norm).sqrt())
 
-    def numbers(name: str, mine: HeadResult) -> dict[str, float | None]:
+    def record(name: str, mine: HeadResult) -> dict[str, Any]:
         is_sum = mine.loss.dim() == 0
         return {
+            "head": name,
             "loss": mine.loss.sum().item() / counted,
             "time_ms": statistics.median(times_ms[name]),
             "peak_mib": mine.peak_bytes / MIB,
@@ -173,13 +175,17 @@ def compare_heads(alone: HeadAlone) -> dict[str, Any]:
             "dweight_relative_rms": relative_rms(mine.dweight, theirs.dweight),
         }
 
-    return {
-        **about(alone.hidden.device), "dtype": str(alone.hidden.dtype).removeprefix("torch."),
-        "tokens": tokens, "hidden_size": hidden_size, "rows_per_rank": rows,
-        "ranks": alone.group.size(), "logits_mib": logits_bytes / MIB,
+    facts = {
+        **about(alone.hidden.device),
+        "dtype": str(alone.hidden.dtype).removeprefix("torch."),
+        "tokens": tokens,
+        "hidden_size": hidden_size,
+        "rows_per_rank": rows,
+        "ranks": alone.group.size(),
+        "logits_mib": logits_bytes / MIB,
         "gradients_mib": (theirs.dhidden.nbytes + theirs.dweight.nbytes) / MIB,
-        "heads": {name: numbers(name, result) for name, result in results.items()},
-    }  # fmt: skip
+    }
+    return {"about": facts, "records": [record(name, mine) for name, mine in results.items()]}
 
 
 def _named(schedule: str, max_logits_bytes: int | None, **others: Any) -> str:
@@ -188,39 +194,41 @@ def _named(schedule: str, max_logits_bytes: int | None, **others: Any) -> str:
     return f"{schedule}{budget}"
 
 
-def report_comparison(out_dir: Path, numbers: dict[str, Any]) -> None:
+def report_comparison(out_dir: Path, comparison: dict[str, Any]) -> None:
     """Print a table; write compare.json and compare.png."""
     from rich.console import Console
     from rich.table import Table
 
-    title = f"Output layer and loss, forward + backward: {_shape(numbers)} on {numbers['hardware']}"
+    facts = comparison["about"]
+    heads = comparison["records"]
+    title = f"Output layer and loss, forward + backward: {_shape(facts)} on {facts['hardware']}"
     table = Table(title=title, caption="differences are from Megatron's; relative RMS of gradients")
     table.add_column("")
-    for name in numbers["heads"]:
-        table.add_column(name, justify="right")
-    heads = numbers["heads"].values()
+    for head in heads:
+        table.add_column(head["head"], justify="right")
     for key, label, form in ROWS:
         values = (head[key] for head in heads)
         table.add_row(label, *("" if value is None else format(value, form) for value in values))
-    table.add_row("of it the gradients, MiB", *(f"{numbers['gradients_mib']:.1f}" for _ in heads))
+    table.add_row("of it the gradients, MiB", *(f"{facts['gradients_mib']:.1f}" for _ in heads))
     Console().print(table)
-    write_json(out_dir / "compare.json", numbers)
-    write_figure(out_dir / "compare.png", comparison_figure(numbers), dpi=120)
+    write_json(out_dir / "compare.json", comparison)
+    write_figure(out_dir / "compare.png", comparison_figure(comparison), dpi=120)
 
 
-def comparison_figure(numbers: dict[str, Any]) -> "Figure":
+def comparison_figure(comparison: dict[str, Any]) -> "Figure":
     """Draw peak memory and time of the heads; shape, hardware and commit below."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.5, 3.6), layout="constrained")
     memory, times = figure.subplots(1, 2, sharey=True)
-    heads = numbers["heads"]
+    facts = comparison["about"]
+    heads = comparison["records"]
     for axes, key, label in (
         (memory, "peak_mib", "peak memory, MiB (dotted: the gradients alone)"),
         (times, "time_ms", "time of forward and backward, ms"),
     ):
-        names = [name.replace(": ", "\n") for name in heads]
-        bars = axes.barh(names, [head[key] for head in heads.values()], height=0.6)
+        names = [head["head"].replace(": ", "\n") for head in heads]
+        bars = axes.barh(names, [head[key] for head in heads], height=0.6)
         bars[-1].set_color("tab:gray")
         axes.bar_label(bars, fmt="{:,.1f}", padding=4, fontsize=8)
         axes.set_xlabel(label, fontsize=8)
@@ -229,15 +237,15 @@ def comparison_figure(numbers: dict[str, Any]) -> "Figure":
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.25)
     memory.invert_yaxis()
-    memory.axvline(numbers["gradients_mib"], color="black", linestyle=":", linewidth=1)
+    memory.axvline(facts["gradients_mib"], color="black", linestyle=":", linewidth=1)
     figure.suptitle("Output layer and loss of the trained model", fontsize=10)
-    below = f"{_shape(numbers)}\n{caption([numbers], figure.get_figwidth())}"
+    below = f"{_shape(facts)}\n{caption([facts], figure.get_figwidth())}"
     figure.supxlabel(below, fontsize=7, color="dimgray")
     return figure
 
 
-def _shape(numbers: dict[str, Any]) -> str:
+def _shape(facts: dict[str, Any]) -> str:
     return (
         "{tokens} tokens, hidden {hidden_size}, {rows_per_rank} vocabulary rows on each of {ranks} "
         "ranks, {dtype}"
-    ).format(**numbers)
+    ).format_map(facts)
