@@ -149,7 +149,7 @@ def layers_of(head: Any) -> list[Any]:
 
 def is_supported(layer: Any) -> bool:
     """Whether ``operands`` holds for the layer."""
-    forward = getattr(type(layer), "unfused", type(layer)).forward
+    forward = getattr(type(layer), "replaced", type(layer)).forward
     place = (forward.__module__, forward.__qualname__)
     if place == ("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer.forward"):
         return is_supported(layer.get_base_layer())

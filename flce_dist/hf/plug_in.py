@@ -116,7 +116,7 @@ def use_linear_cross_entropy(
     base.linear_cross_entropy.modules_around(base, head)
     _adopt(head)
     if not _is_ours(type(base).forward):
-        base.__class__ = fused_class(base.__class__, is_layer=False)
+        base.__class__ = plugged_class(base.__class__, is_layer=False)
     return model
 
 
@@ -126,8 +126,8 @@ def restore(model: Any) -> Any:
     if "linear_cross_entropy" in vars(base):
         del base.linear_cross_entropy
         for module in base.modules():
-            if "unfused" in vars(type(module)):
-                module.__class__ = type(module).unfused
+            if "replaced" in vars(type(module)):
+                module.__class__ = type(module).replaced
     return model
 
 
@@ -198,19 +198,19 @@ def _check_model(base: Any) -> None:
 
 
 def _adopt(head: Any) -> list[Any]:
-    """Make the known layers of a head fused ones, where they are not yet, and return these."""
+    """Make the known layers of a head plugged ones, where they are not yet, and return these."""
     layers = [layer for layer in layers_of(head) if is_supported(layer)]
     for layer in layers:
         if not isinstance(layer, PluggedLayer):
-            layer.__class__ = fused_class(layer.__class__, is_layer=True)
+            layer.__class__ = plugged_class(layer.__class__, is_layer=True)
     return layers
 
 
 @functools.cache
-def fused_class(base: Any, *, is_layer: bool) -> Any:
+def plugged_class(base: Any, *, is_layer: bool) -> Any:
     """Return the class that replaces ``base``, by the same name: of a layer, or of a model."""
     members = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    members |= {"unfused": base, "__reduce_ex__": _reduced}
+    members |= {"replaced": base, "__reduce_ex__": _reduced}
     if is_layer:
         return type(base.__name__, (PluggedLayer, base), members)
     return type(base.__name__, (base,), {**members, "forward": _forward_of(base)})
@@ -220,11 +220,11 @@ def _reduced(self: Any, protocol: int) -> Any:
     """Pickle by the class that was replaced, which can be imported."""
     own = type(self)
     _, _, *state = super(own, self).__reduce_ex__(max(protocol, 2))
-    return _blank, (own.unfused, issubclass(own, PluggedLayer)), *state
+    return _blank, (own.replaced, issubclass(own, PluggedLayer)), *state
 
 
 def _blank(base: Any, is_layer: bool) -> Any:
-    made = fused_class(base, is_layer=is_layer)
+    made = plugged_class(base, is_layer=is_layer)
     return made.__new__(made)
 
 
