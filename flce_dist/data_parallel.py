@@ -143,12 +143,12 @@ def _check_tokens(
                     f"{name}.to_local()"
                 )
         check_tensor("hidden", hidden, FLOATS)
-        flat = hidden.reshape(-1, *hidden.shape[-1:])
         if not isinstance(of_tokens["temperature"], Tensor):
             values.positive("temperature", of_tokens["temperature"])
             of_tokens = {**of_tokens, "temperature": None}
-        # The weight is not gathered, and checked later: hidden stands for it.
-        check_tensors(hidden, flat, bias=None, **of_tokens)
+        # The weight is not gathered, and checked later: one without rows stands for it.
+        rows = hidden.new_empty(0, *hidden.shape[-1:])
+        check_tensors(hidden, rows, bias=None, **of_tokens)
         check_tokens(hidden, of_tokens["labels"], LossOptions(), 1)
 
 

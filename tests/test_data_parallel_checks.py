@@ -30,6 +30,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "labels must be a torch.Tensor, got list": {"labels": [1]},
     "hidden must be a torch.Tensor, got list": {"hidden": [1.0]},
     r"hidden must be \[..., H\] with H >= 1, got \(\)": {"hidden": torch.tensor(1.0)},
+    r"hidden must be \[..., H\] with H >= 1, got \(4, 0\)": {"hidden": torch.ones(4, 0)},
     "schedule='in_forward' with an upstream gradient of each token": {
         "schedule": "in_forward",
         "reduction": "none",
