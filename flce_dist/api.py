@@ -137,8 +137,10 @@ def linear_cross_entropy(
             (only with reduction "mean" or "sum", without metrics and outside torch.compile), and
             where hidden alone needs a gradient, as with a frozen head (without metrics): that takes
             two GEMMs. Where the rounding of exponentials would show in gradients, it recomputes
-            (docs/performance.md, "Where rounding shows"). What ``flce_dist.filtered.schedule``
-            returns approximates the gradients, in less time; experimental.
+            (docs/performance.md, "Where rounding shows"), and in graphs of torch.export, of which
+            one serves any number of tokens, where it would cache. What
+            ``flce_dist.filtered.schedule`` returns approximates the gradients, in less time;
+            experimental.
         max_logits_bytes: upper bound in bytes on what this rank holds of the [T, V] logits; the
             same on all ranks. A rank with more rows than an even share recomputes columns that do
             not fit. Default for auto and in_forward: 256 MiB where hidden alone needs a gradient,

@@ -5,7 +5,7 @@ whose order compilers keep: they contain collectives, and graphs of ranks differ
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from flce_dist.arguments.rank_check import check_alike
 from flce_dist.core.autograd import check_not_resharded, run_backward, run_forward
 from flce_dist.core.call import Call, Needs, Operands, Upstream
 from flce_dist.core.interface import Compilable, LossWithMetrics, Results, schedule_named
-from flce_dist.torch_private.compiling import keep_order
+from flce_dist.torch_private.compiling import is_exporting, keep_order
 from flce_dist.torch_private.groups import group_named
 
 _OPERANDS = (
@@ -93,6 +93,8 @@ def apply(arguments: Arguments, needs: Needs, last_columns: Tensor | None) -> tu
     options = arguments.options
     tp_group = arguments.tp_group
     check_compiled(options, needs)
+    if is_exporting():
+        options = _exported(options, needs)
     outputs = _operator("forward", on_ranks=tp_group is not None)(
         *arguments[: _TENSORS - 1],
         last_columns,
@@ -101,6 +103,18 @@ def apply(arguments: Arguments, needs: Needs, last_columns: Tensor | None) -> tu
         list(needs),
     )
     return tuple(outputs[: 1 + _number_of_metrics(options)])
+
+
+def _exported(options: LossOptions, needs: Needs) -> LossOptions:
+    """Return the options as a graph of torch.export has them: one graph for any number of tokens.
+
+    What ``auto`` caches depends on how many the budget holds, so its graph would be for these, and
+    torch.export refuses a dimension that its caller has not bounded to them.
+    """
+    caches = needs.weight or needs.bias or (needs.hidden and options.with_metrics)
+    if options.schedule == "auto" and caches:
+        return replace(options, schedule="recompute")
+    return options
 
 
 def values_of(options: LossOptions) -> list[Any]:

@@ -2,13 +2,12 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
@@ -22,9 +21,9 @@ from flce_dist import (
 from flce_dist.arguments.options import LossOptions
 from flce_dist.compiled import values_of
 from flce_dist.kernels.interface import kernels_of
+from flce_dist.reference import reference_linear_cross_entropy
 from flce_dist.testing import relative_rms
 from tests.devices import each_device, inputs_on
-from tests.function_calls import CALLS
 from tests.problems import DTYPES, device_of, everywhere, pairwise
 
 H, V = 16, 70
@@ -179,39 +178,19 @@ def test_refusals_keep_their_message(fn, changes, options, message):
         torch.compile(fn, fullgraph=True, backend="aot_eager")(*arguments.values(), options)
 
 
-class Exported(nn.Module):
-    """``call(hidden, weight, labels)`` of a weight of its own."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(WEIGHT.detach().clone())
-        self.call = call
-
-    def forward(self, hidden: Tensor, labels: Tensor) -> Any:
-        return self.call(hidden, self.weight, labels)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_an_exported_loss_is_for_any_number_of_tokens(strict):
-    module, tokens = Exported(linear_cross_entropy), {1: torch.export.Dim("tokens")}
-    with torch.no_grad():
-        exported = torch.export.export(
-            module, (HIDDEN, LABELS), strict=strict, dynamic_shapes=(tokens, tokens)
-        ).module()
-        hidden, _, _, labels = inputs(5)
-        assert torch.equal(exported(hidden, labels), module(hidden, labels))
-
-
-OUTSIDE = ("linear_logprob", "linear_divergence", "linear_top_k", "linear_sample")
-
-
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_what_is_not_exported_says_so(name, strict):
-    hidden, ids = HIDDEN.detach(), LABELS.clamp(min=0)
-    message = rf"{name} is not part of a graph of torch\.export; export what returns the hidden"
-    with torch.no_grad(), pytest.raises(Exception, match=message):
-        torch.export.export(Exported(CALLS[name]), (hidden, ids), strict=strict)
+@pytest.mark.parametrize(("schedule", "frozen"), [("in_forward", False), ("auto", True)])
+def test_gradients_made_in_forward_take_one_graph_for_any_number_of_tokens(schedule, frozen):
+    """Chunks are smaller than some of these calls."""
+    graphs = CompileCounterWithBackend("aot_eager")
+    options = {"schedule": schedule, "max_logits_bytes": 300 * 70 * 4}
+    step = torch.compile(linear_cross_entropy, backend=graphs, fullgraph=True)
+    for T in (9, 150, 601):
+        hidden, weight, _, labels = inputs(T)
+        loss = step(hidden, weight.requires_grad_(not frozen), labels, **options)
+        truth = reference_linear_cross_entropy(hidden.double(), weight.double(), labels)[0]
+        (gradient,) = torch.autograd.grad(loss, hidden)
+        assert relative_rms(gradient, torch.autograd.grad(truth, hidden)[0]) <= 1e-5
+    assert graphs.frame_count == 2  # one for the first T, one for every other
 
 
 def test_transforms_are_refused_by_name():

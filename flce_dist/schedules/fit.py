@@ -5,7 +5,7 @@ T = tokens, V = rows of the largest even shard.
 
 from typing import NamedTuple
 
-from torch import sym_max, sym_min
+from torch import SymInt, sym_max, sym_min
 
 from flce_dist.kernels.grid import PLANNED
 from flce_dist.schedules.in_forward import InForward, LentWindows
@@ -105,6 +105,18 @@ def in_forward_of(shape: Shape, budget: int) -> InForward:
     converts = shape.converts
     window = max(1, min(_MIN_WINDOW, V))
     held = V + (window if converts else 0)
+    if isinstance(T, SymInt):  # the plan of a fake, to whose shapes chunks do not matter
+        return InForward(
+            T=T,
+            V=V,
+            cached_v=V,
+            window_v=window,
+            logits_bytes=T * held * itemsize,
+            limit=budget,
+            converts=converts,
+            first_t=T,
+            chunk_t=T,
+        )
     most = budget // max(1, held * itemsize)  # tokens of a chunk that does not lend
     if not 0 < T <= most:
         most = max(_TILE, _round_down(most))

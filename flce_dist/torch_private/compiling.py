@@ -30,6 +30,14 @@ def constant_in_graphs(function: _F) -> _F:
     return function
 
 
+def is_exporting() -> bool:
+    """Whether torch.export traces. Without torch's flag: never.
+
+    Before torch 2.13 torch.compiler.is_exporting() is true under torch.compile, too.
+    """
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+
+
 def outside_graphs(function: Any, name: str) -> Any:
     """Return the function, which under torch.compile runs between two graphs.
 
@@ -39,8 +47,7 @@ def outside_graphs(function: Any, name: str) -> Any:
     """
     if not torch.compiler.is_compiling():
         return function
-    # Before torch 2.13 torch.compiler.is_exporting() is true under torch.compile, too.
-    if getattr(torch.compiler, "_is_exporting_flag", False):
+    if is_exporting():
         raise NotImplementedError(
             f"{name} is not part of a graph of torch.export; export what returns the hidden "
             f"states, and call {name} on these"
