@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.arguments import values
 from flce_dist.arguments.check_options import check_invariant
-from flce_dist.arguments.check_tensors import FLOATS, check_group, check_tensor
+from flce_dist.arguments.check_tensors import FLOATS, check_group, check_split, check_tensor
 from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.options import KEYWORDS, LayerOptions, LossOptions, keywords_of
 from flce_dist.arguments.rank_check import (
@@ -176,6 +176,7 @@ class LinearCrossEntropy(VocabShard):
         if hidden.shape[-1:] != (self.hidden_size,):
             must = f"hidden must be [..., H] with H = {self.hidden_size} from weight"
             raise ValueError(f"{must}, got {tuple(hidden.shape)}")
+        check_split(hidden, self.options)
         dtype = self.weight.dtype
         if hidden.dtype != dtype and not torch.is_autocast_enabled(hidden.device.type):
             raise ValueError(

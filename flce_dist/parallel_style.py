@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from flce_dist.api import linear_cross_entropy
 from flce_dist.arguments import values
+from flce_dist.arguments.check_tensors import check_split
 from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.options import KEYWORDS, LossOptions, StyleOptions, keywords_of
 
@@ -147,6 +148,7 @@ class LinearWithLoss(nn.Linear):
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return all logits of all tokens, [..., V_all] in hidden's dtype, with their gradient."""
         if not isinstance(hidden, DTensor):
+            check_split(hidden, self.options)
             hidden = DTensor.from_local(hidden, self.mesh, [self.input_layouts], run_check=False)
         product = F.linear(hidden.redistribute(placements=[Replicate()]), self.weight)
         z = self.options.logits_of(product, self.bias)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from flce_dist import state_dtensors
 from flce_dist.module import LinearCrossEntropy
 from flce_dist.parallel.vocab import vocab_range
+from flce_dist.testing import run_ranks
 from tests.module_layouts import (
     EVERY_LAYOUT,
     LAYOUTS,
@@ -33,7 +35,7 @@ from tests.module_layouts import (
 )
 from tests.on_ranks import on_ranks
 from tests.outcomes import Outcome
-from tests.parallel_problem import Problem, misses
+from tests.parallel_problem import Problem, complaint, misses
 
 
 @pytest.mark.parametrize("vocab_size", [507, 5])
@@ -196,6 +198,22 @@ def test_options_are_checked_when_it_is_made(changes, error, message):
 def test_what_logits_are_asked_of_is_checked(hidden, gather, message):
     with pytest.raises(ValueError, match=message):
         make(None).logits(hidden, gather=gather)
+
+
+@pytest.mark.parametrize(("shape", "dim", "expected"), [
+    ((H,), 0, r"\[T / P, ..., H\]"),
+    ((H,), 1, r"\[B, S / P, ..., H\] with sequence_dim=1"),
+    ((2, H), 1, r"\[B, S / P, ..., H\] with sequence_dim=1"),
+])  # fmt: skip
+def test_logits_need_the_dimension_that_is_split(shape, dim, expected):
+    def rank(group: Any) -> str:
+        layer = make(group, sequence_parallel=True, sequence_dim=dim)
+        texts = [complaint(layer.logits, torch.zeros(shape), gather=x) for x in (True, False)]
+        assert texts[0] == texts[1]
+        return texts[0]
+
+    for said in run_ranks(rank, 2):
+        assert re.match(rf"hidden must be {expected} under sequence_parallel=True, got \(", said)
 
 
 def test_sizes_and_options_of_numpy_are_plain_numbers():

@@ -281,6 +281,12 @@ def test_what_is_refused(group):
         with pytest.raises(ValueError, match=r"^token_weight and temperature need labels"):
             made_head(hidden, **unused)
     assert made_head(hidden, temperature=1.0).shape == (B, S, VOCAB)
+    for layout, few in ((Shard(1), hidden[0]), (Shard(0), hidden[0, 0])):
+        of_part: Any = LinearCrossEntropyParallel(input_layouts=layout)._apply(
+            nn.Linear(H, VOCAB), mesh["tp"]
+        )
+        with pytest.raises(ValueError, match=r"^hidden must be .* under sequence_parallel=True"):
+            of_part(few)
 
 
 def test_options_are_checked_when_the_style_is_made():

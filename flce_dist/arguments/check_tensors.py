@@ -120,17 +120,23 @@ def check_group(
         )
 
 
+def check_split(hidden: Tensor, options: LossOptions) -> None:
+    """Check that hidden has the dimension that ``sequence_parallel``, if it is on, splits."""
+    dim = options.sequence_dim
+    if options.sequence_parallel and hidden.dim() < 2 + dim:
+        shape = "[B, S / P, ..., H] with sequence_dim=1" if dim else "[T / P, ..., H]"
+        raise ValueError(
+            f"hidden must be {shape} under sequence_parallel=True, got {tuple(hidden.shape)}"
+        )
+
+
 def check_tokens(hidden: Tensor, labels: Tensor, options: LossOptions, P: int) -> None:
     """Check labels' shape against hidden's: under sequence_parallel labels are of all tokens."""
     expected = list(hidden.shape[:-1])
     dim = options.sequence_dim
     hint = ""
     if options.sequence_parallel:
-        if hidden.dim() < 2 + dim:
-            shape = "[B, S / P, ..., H] with sequence_dim=1" if dim else "[T / P, ..., H]"
-            raise ValueError(
-                f"hidden must be {shape} under sequence_parallel=True, got {tuple(hidden.shape)}"
-            )
+        check_split(hidden, options)
         expected[dim] *= P
         hint = f" for the tokens of all {P} ranks"
     if list(labels.shape) != expected:
