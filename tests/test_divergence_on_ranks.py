@@ -170,10 +170,29 @@ def test_a_teachers_rows_for_a_student_of_fewer_ids(P: int) -> None:
         ValueError, match=r"rows must be within the teacher's vocabulary, got \[150"
     ):
         teacher_shard(whole, (140, V + 1))
-    wrong: list[Any] = [(8, 0), (-1, 8), 3, (1, 2, 3), None]
-    for rows in wrong:
+    of_rows: list[Any] = [(8, 0), (-1, 8), 3, (1, 2, 3), None, torch.zeros(2, 2).long()]
+    for rows in of_rows:
         with pytest.raises(ValueError, match=r"^rows must be "):
             teacher_shard(whole, rows)
+    starts: list[Any] = [-1, 0.5, "0", [0], 2**63, torch.tensor(0), True]
+    for start in starts:
+        with pytest.raises(ValueError, match=r"^teacher_start must be None or an int within \[0"):
+            teacher_shard(whole, (0, 8), teacher_start=start)
+    for weight in (whole[0, 0], whole[None]):
+        with pytest.raises(ValueError, match=r"^teacher_weight must be \[V', H'\], or \[V'\] of"):
+            teacher_shard(weight, (0, 8))
+
+
+def test_a_teachers_dtensor_is_refused_with_a_way_out() -> None:
+    def one(group: dist.ProcessGroup) -> str:
+        weight = DTensor.from_local(
+            torch.zeros(8, H_T), DeviceMesh.from_group(group, "cpu"), [Shard(0)]
+        )
+        assert teacher_shard(weight.to_local(), (0, 8), tp_group=group).shape == (8, H_T)
+        return complaint(teacher_shard, weight, (0, 8), tp_group=group)
+
+    for said in run_ranks(one, 2):
+        assert said.endswith("got a DTensor: pass teacher_weight.to_local()")
 
 
 @pytest.mark.usefixtures("ranks_compared")

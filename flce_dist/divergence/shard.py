@@ -3,9 +3,11 @@
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from flce_dist.arguments import values
 from flce_dist.arguments.check_tensors import FLOATS, LABELS, check_group, check_tensor
+from flce_dist.arguments.dtensor import check_holds_data
 from flce_dist.arguments.rank_check import check_facts, refusals_told
 from flce_dist.parallel import collectives
 
@@ -45,15 +47,17 @@ def teacher_shard(
         mine = teacher_shard(teacher_weight, rows, tp_group=tp_group)
     """
     with refusals_told(_FUNCTION, tp_group, teacher_weight):
-        check_tensor("teacher_weight", teacher_weight, FLOATS)
+        _check_weight(teacher_weight)
         check_group(tp_group, sequence_parallel=False)
         rows = _checked_rows(rows, teacher_weight)
+        words = "within [0, 2**63)"
+        first = values.integer("teacher_start", teacher_start, words, least=0, optional=True)
     source = teacher_weight.detach().contiguous()
     facts = {"dtype": str(source.dtype), "H' of teacher_weight": list(source.shape[1:])}
     check_facts(_FUNCTION, facts, tp_group, source)
     P = collectives.group_size(tp_group)
     rank = collectives.group_rank(tp_group)
-    mine = [len(source), -1 if teacher_start is None else teacher_start]
+    mine = [len(source), -1 if first is None else first]
     of_ranks = torch.tensor([mine], device=source.device)
     sizes = collectives.gather_tokens(of_ranks, tp_group).tolist()
     out = source.new_empty(len(rows), *source.shape[1:])
@@ -75,6 +79,20 @@ def teacher_shard(
     return out
 
 
+def _check_weight(teacher_weight: Tensor) -> None:
+    check_tensor("teacher_weight", teacher_weight, FLOATS)
+    check_holds_data("teacher_weight", teacher_weight)
+    if isinstance(teacher_weight, DTensor):
+        raise ValueError(
+            "teacher_weight must be a plain tensor of this rank's rows, got a DTensor: pass "
+            "teacher_weight.to_local()"
+        )
+    if teacher_weight.dim() not in (1, 2):
+        raise ValueError(
+            f"teacher_weight must be [V', H'], or [V'] of a bias, got {tuple(teacher_weight.shape)}"
+        )
+
+
 def _checked_rows(rows: Tensor | tuple[int, int], teacher_weight: Tensor) -> Tensor:
     """Return the ids [V] int64 of a range or of a tensor."""
     if not isinstance(rows, Tensor):
@@ -86,4 +104,6 @@ def _checked_rows(rows: Tensor | tuple[int, int], teacher_weight: Tensor) -> Ten
             )
         rows = torch.arange(start, end, device=teacher_weight.device)
     check_tensor("rows", rows, LABELS, teacher_weight, "teacher_weight")
+    if rows.dim() != 1:
+        raise ValueError(f"rows must be (start, end) or [V] ids, got {tuple(rows.shape)}")
     return rows.long()
