@@ -19,6 +19,7 @@ from flce_dist.arguments import values
 from flce_dist.arguments.check_options import check_invariant
 from flce_dist.arguments.check_tensors import FLOATS, check_group, check_split, check_tensor
 from flce_dist.arguments.decided_once import checked_options
+from flce_dist.arguments.dtensor import local_hidden
 from flce_dist.arguments.options import KEYWORDS, LayerOptions, LossOptions, keywords_of
 from flce_dist.arguments.rank_check import (
     check_facts,
@@ -149,19 +150,20 @@ class LinearCrossEntropy(VocabShard):
         """Return the logits for inference, in hidden's dtype, at temperature 1, without a gradient.
 
         Args:
-            hidden: as in ``forward``.
+            hidden: as in ``forward``, a DTensor, too.
             gather: True returns [..., V_all] on every rank. False returns the columns of this
                 rank's rows, [..., V] with padding; only sequence parallelism then communicates.
         """
         group = self.tp_group
         with refusals_told(_LOGITS, group, hidden):
-            self._check_hidden(hidden)
+            hidden, options = local_hidden(hidden, self.options, group)
+            self._check_hidden(hidden, options)
             values.flag("gather", gather)
         facts = {"hidden.shape": list(hidden.shape), "dtype": str(hidden.dtype), "gather": gather}
         if check_facts(_LOGITS, facts, group, hidden):
             mark_alike(_LOGITS, group)
         if self.sequence_parallel:
-            dim = self.options.sequence_dim
+            dim = options.sequence_dim
             hidden = collectives.gather_tokens(hidden.transpose(0, dim), group).transpose(0, dim)
         z = self.options.logits_of(F.linear(hidden, self.weight), self.bias)
         if not gather:
@@ -171,12 +173,12 @@ class LinearCrossEntropy(VocabShard):
         columns = F.pad(z, (0, longest - z.shape[-1])).movedim(-1, 0)
         return collectives.gather_tokens(columns, group)[: self.vocab_size].movedim(0, -1)
 
-    def _check_hidden(self, hidden: Tensor) -> None:
+    def _check_hidden(self, hidden: Tensor, options: LossOptions) -> None:
         check_tensor("hidden", hidden, FLOATS, self.weight, "weight")
         if hidden.shape[-1:] != (self.hidden_size,):
             must = f"hidden must be [..., H] with H = {self.hidden_size} from weight"
             raise ValueError(f"{must}, got {tuple(hidden.shape)}")
-        check_split(hidden, self.options)
+        check_split(hidden, options)
         dtype = self.weight.dtype
         if hidden.dtype != dtype and not torch.is_autocast_enabled(hidden.device.type):
             raise ValueError(

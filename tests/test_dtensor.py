@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from flce_dist import api, linear_cross_entropy, state_dtensors
+from flce_dist import LinearCrossEntropy, api, linear_cross_entropy, state_dtensors
 from flce_dist.parallel.vocab import vocab_range
 from flce_dist.testing import relative_rms
 from tests.meshes import ROWS, SPLIT, WHOLE, distributed, mesh_of, operands
@@ -171,3 +171,28 @@ def test_what_is_in_flight_is_waited_for(group, local):
     loss.backward(UNEVEN.upstream)
     expected = UNEVEN.textbook(torch.float64).dhidden
     assert relative_rms(leaf.grad.full_tensor(), expected) < 1e-5
+
+
+SPLITS: dict[str, Placement] = {"none": Replicate(), "first": Shard(0), "second": Shard(1)}
+
+
+@on_ranks(2)
+def test_logits_of_a_layer_take_hidden_states_as_its_loss_does(group):
+    mesh = mesh_of(2)
+    torch.manual_seed(0)
+    hidden = torch.randn(4, 6, 8)
+    placed = {name: distributed(hidden, mesh, x) for name, x in SPLITS.items()}
+    for sequence_parallel, names in ((False, ["none"]), (True, ["first", "second"])):
+        layer = LinearCrossEntropy(8, 37, tp_group=group, sequence_parallel=sequence_parallel)
+        expected = hidden @ layer.state_dict()["weight"].full_tensor().T
+        for name in names:
+            for gather in (True, False):
+                z = layer.logits(placed[name], gather=gather)
+                here = expected if gather else expected[..., slice(*layer.vocab_range)]
+                assert type(z) is Tensor and relative_rms(z, here) < 1e-6
+        for name in placed.keys() - names:
+            assert complaint(layer.logits, placed[name]).startswith(
+                "hidden must be a plain tensor or a DTensor with "
+            )
+    uneven = distributed(hidden[:3], mesh, SPLITS["first"])
+    assert complaint(layer.logits, uneven).startswith("hidden must have a multiple of 2 in its fir")

@@ -53,23 +53,49 @@ def localized(arguments: Arguments) -> Arguments:
     """
     sequence_parallel = arguments.options.sequence_parallel
     check_group(arguments.tp_group, sequence_parallel=sequence_parallel)
-    arguments = _with_dimension_of_hidden(arguments)
+    options = _with_dimension_of(arguments.hidden, arguments.options, arguments.tp_group)
+    arguments = arguments._replace(options=options)
     local = _local_tensors(arguments)
     if arguments.tp_group is None:
         return local
     return local._replace(options=_options_of_global_sizes(arguments))
 
 
-def _with_dimension_of_hidden(arguments: Arguments) -> Arguments:
-    """Return the arguments with ``sequence_dim=1`` if hidden's placement over the group says so."""
-    hidden = arguments.hidden
-    options = arguments.options
+def local_hidden(
+    hidden: Tensor, options: LossOptions, tp_group: dist.ProcessGroup | None
+) -> tuple[Tensor, LossOptions]:
+    """Return this rank's hidden states, and options with the dimension that a DTensor's has split.
+
+    For what computes logits alone, without labels and a gradient.
+    """
+    if not isinstance(hidden, DTensor):
+        return hidden, options
+    options = _with_dimension_of(hidden, options, tp_group)
+    tokens = Shard(options.sequence_dim) if options.sequence_parallel else Replicate()
+    local = local_of("hidden", hidden, tokens, tp_group)
+    _check_even(hidden, options, collectives.group_size(tp_group))
+    return local, options
+
+
+def _with_dimension_of(
+    hidden: Tensor, options: LossOptions, tp_group: dist.ProcessGroup | None
+) -> LossOptions:
+    """Return the options with ``sequence_dim=1`` if hidden's placement over the group says so."""
     if not (options.sequence_parallel and isinstance(hidden, DTensor) and hidden.dim() > 2):
-        return arguments
-    dim = dimension_of(hidden.device_mesh, arguments.tp_group)
+        return options
+    dim = dimension_of(hidden.device_mesh, tp_group)
     if dim is None or hidden.placements[dim] != Shard(1):
-        return arguments
-    return arguments._replace(options=replace(options, sequence_dim=1))
+        return options
+    return replace(options, sequence_dim=1)
+
+
+def _check_even(hidden: Tensor, options: LossOptions, P: int) -> None:
+    dim = options.sequence_dim
+    if isinstance(hidden, DTensor) and options.sequence_parallel and hidden.shape[dim] % P:
+        raise ValueError(
+            f"hidden must have a multiple of {P} in its {'second' if dim else 'first'} dimension "
+            f"under sequence_parallel=True, got {tuple(hidden.shape)}"
+        )
 
 
 def _local_tensors(arguments: Arguments) -> Arguments:
@@ -113,12 +139,7 @@ def _options_of_global_sizes(arguments: Arguments) -> LossOptions:
     hidden, weight, _, bias, *_, options, tp_group = arguments
     P = collectives.group_size(tp_group)
     rank = collectives.group_rank(tp_group)
-    dim = options.sequence_dim
-    if isinstance(hidden, DTensor) and options.sequence_parallel and hidden.shape[dim] % P:
-        raise ValueError(
-            f"hidden must have a multiple of {P} in its {'second' if dim else 'first'} dimension "
-            f"under sequence_parallel=True, got {tuple(hidden.shape)}"
-        )
+    _check_even(hidden, options, P)
     if not isinstance(weight, DTensor):
         return options
     V = weight.shape[0]
