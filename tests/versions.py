@@ -35,7 +35,7 @@ FILES = (
     "scores_on_ranks", "divergence", "divergence_on_ranks", "data_parallel",
     "data_parallel_training", "frozen", "parallel_style", "refused_tracing", "best_checks",
     "data_parallel_checks", "divergence_checks", "filtered_on_ranks", "low_rank", "optimizer_state",
-    "planning", "rank_check_when", "scores_checks", "scores_heads", "temperature",
+    "planning", "rank_check_when", "scores_checks", "scores_heads", "temperature", "exported",
 )  # fmt: skip
 HF = (
     "hf", "hf_hooks", "hf_stand_in", "hf_lora", "hf_adapters", "hf_on_ranks", "hf_trainer",
