@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# bitsandbytes 0.50.2: LARS8bit takes max_unorm, "the maximum gradient norm", and ignores it, so that
-# it is SGD with momentum of 8 bits, to the bit: no step is bounded by the norm of its weights, and
+# bitsandbytes 0.50.2: LARS8bit takes max_unorm, "the maximum gradient norm", and ignores it, so it
+# is SGD with momentum of 8 bits, to the bit: no step is bounded by the norm of its weights, and
 # with the default of 0.02 the first is 500 times as long as that of LARS32bit here. The sibling
 # LAMB8bit says that it does not bound steps, and refuses other values. No error, no warning.
 set -euo pipefail
@@ -47,8 +47,9 @@ for bound in (1.0, 0.02, 0.001):
     long = length_of_first(bnb.optim.LARS32bit, max_unorm=bound)
     short = length_of_first(bnb.optim.LARS8bit, max_unorm=bound)
     is_sgd = torch.equal(train(bnb.optim.LARS8bit, 8, max_unorm=bound), sgd)
-    print(f"max_unorm={bound}: first step of LARS32bit {long:.5f}, expected {expected:.5f},", end=" ")
-    print(f"of LARS8bit {short:.5f}; after 8 steps the weights of SGD8bit: {is_sgd}")
+    print(f"max_unorm={bound}: first step of LARS32bit {long:.5f},", end=" ")
+    print(f"expected {expected:.5f}, of LARS8bit {short:.5f};", end=" ")
+    print(f"after 8 steps the weights of SGD8bit: {is_sgd}")
     is_as_described &= abs(long / expected - 1) < 0.01 and short == first and is_sgd
 is_as_described &= first > 100 * length_of_first(bnb.optim.LARS32bit)
 sys.exit(0 if is_as_described else "LARS8bit now bounds its steps")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# hyper-connections 0.4.11: with num_fracs above 1, as num_fracs=4 of its README, a new connection is
-# no residual connection, as it is with 1: the columns of its initial matrix are dealt out in the
+# hyper-connections 0.4.11: with num_fracs above 1, as num_fracs=4 of its README, a new connection
+# is no residual connection, as it is with 1: the columns of its initial matrix are dealt out in the
 # wrong order. Its branch sees the first fraction of the features again and again, and not the last,
 # and with 4 fractions the residual is changed, too, some of it lost, though the branch returns 0.
 set -euo pipefail

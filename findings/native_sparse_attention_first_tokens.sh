@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # native-sparse-attention-pytorch 0.2.3: with a cache, SparseAttention leaves out its learned
 # compressed keys and values (compress_mem_kv), which each token attends to in training, until the
-# first block of tokens is compressed. So after a prompt that is shorter than a block the next tokens
-# differ from those of the whole sequence; after a longer one all agree. It shows only once a model
-# is trained: both are zeros in a new one.
+# first block of tokens is compressed. So after a prompt that is shorter than a block the next
+# tokens differ from those of the whole sequence; after a longer one all agree. It shows only once a
+# model is trained: both are zeros in a new one.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 native-sparse-attention-pytorch==0.2.3 \
-    einx==0.4.3 local-attention==1.11.2 rotary-embedding-torch==0.9.1
+"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 \
+    native-sparse-attention-pytorch==0.2.3 einx==0.4.3 local-attention==1.11.2 \
+    rotary-embedding-torch==0.9.1
 cat > "$folder/program.py" <<'PROGRAM'
 import sys
 

@@ -19,7 +19,7 @@ from opacus import GradSampleModule
 warnings.filterwarnings("ignore")
 logging.disable()
 bags = [[1, 2, 3], [1, 1, 2], [4, 4, 4, 4]]
-words = torch.tensor(sum(bags, []))
+words = torch.tensor([word for bag in bags for word in bag])
 offsets = torch.tensor([0, 3, 6])
 torch.manual_seed(0)
 upstream = torch.randn(len(bags), 2, dtype=torch.float64)

@@ -57,9 +57,9 @@ for kind in (torchopt.MetaAdam, torchopt.MetaAdamW):
             options["use_accelerated_op"] = True
             accelerated_loss, accelerated = meta_gradient(kind, steps, **options)
             expected = finite_difference(kind, steps, **options)
-            print(f"    {kind.__name__:9} eps={eps:g}, eps_root={eps_root:g}, {steps} steps:", end=" ")
-            print(f"{accelerated:8.5f}, without the operation {plain:8.5f},", end=" ")
-            print(f"by finite differences {expected:8.5f}")
+            print(f"    {kind.__name__:9} eps={eps:g}, eps_root={eps_root:g},", end=" ")
+            print(f"{steps} steps: {accelerated:8.5f},", end=" ")
+            print(f"without the operation {plain:8.5f}, by finite differences {expected:8.5f}")
             is_as_described &= abs(loss - accelerated_loss) < 1e-12
             is_as_described &= abs(plain - expected) < 1e-6
             error = abs(accelerated - expected)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # x-transformers 2.31.10: DPO lays its masks over log-probabilities one token too early: those of
-# tokens 1 to n take the mask of tokens 0 to n - 1. So the first token of each answer does not count,
-# and where an answer is padded, the first token of padding does, with all masks right. No error, no
-# warning; the loss is that of answers cut off at the front.
+# tokens 1 to n take the mask of tokens 0 to n - 1. So the first token of each answer does not
+# count, and where an answer is padded, the first token of padding does, with all masks right. No
+# error, no warning; the loss is that of answers cut off at the front.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -67,7 +67,8 @@ early = expected_loss(model, dpo.ref_model, shift=0).item()
 print(f"loss {loss.item():.6f}, with masks of the tokens predicted {right:.6f},", end=" ")
 print(f"with those one token too early {early:.6f}")
 counting = {}
-for name, tokens, logits in zip(("preferred", "rejected"), (preferred, rejected), model.kept):
+answers = (("preferred", preferred), ("rejected", rejected))
+for (name, tokens), logits in zip(answers, model.kept, strict=True):
     for row in range(2):
         has_gradient = logits.grad[row].abs().sum(-1) > 0
         counting[name, row] = (has_gradient.nonzero().flatten() + 1).tolist()
