@@ -5,7 +5,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
 from flce_dist.api import apply
@@ -18,7 +17,7 @@ from flce_dist.arguments.check_tensors import (
     check_tokens,
 )
 from flce_dist.arguments.decided_once import checked_options
-from flce_dist.arguments.dtensor import check_holds_data
+from flce_dist.arguments.dtensor import check_plain
 from flce_dist.arguments.gather_alike import FUNCTION, gathered_tokens
 from flce_dist.arguments.options import (
     DataParallelOptions,
@@ -136,12 +135,7 @@ def _check_tokens(
     with refusals_told(FUNCTION, data_group, hidden):
         refuse_tracing(FUNCTION, hidden)
         for name, x in {"hidden": hidden, **of_tokens}.items():
-            check_holds_data(name, x)
-            if isinstance(x, DTensor):
-                raise ValueError(
-                    f"{name} must be a plain tensor of this rank's tokens, got a DTensor: pass "
-                    f"{name}.to_local()"
-                )
+            check_plain(name, x, "tokens")
         check_tensor("hidden", hidden, FLOATS)
         if not isinstance(of_tokens["temperature"], Tensor):
             values.positive("temperature", of_tokens["temperature"])

@@ -203,6 +203,16 @@ def _is_placed(x: DTensor, expected: Placement, dim: int | None) -> bool:
     return True
 
 
+def check_plain(name: str, x: Any, holds: str) -> None:
+    """Check that ``x`` holds data, and is no DTensor: only what this rank ``holds``."""
+    check_holds_data(name, x)
+    if isinstance(x, DTensor):
+        raise ValueError(
+            f"{name} must be a plain tensor of this rank's {holds}, got a DTensor: pass "
+            f"{name}.to_local()"
+        )
+
+
 def check_holds_data(name: str, x: Any) -> None:
     """Raise if ``x`` is a FakeTensor, or holds other tensors, outside compiled code.
 

@@ -3,11 +3,10 @@
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from flce_dist.arguments import values
 from flce_dist.arguments.check_tensors import FLOATS, LABELS, check_group, check_tensor
-from flce_dist.arguments.dtensor import check_holds_data
+from flce_dist.arguments.dtensor import check_plain
 from flce_dist.arguments.rank_check import check_facts, refusals_told
 from flce_dist.parallel import collectives
 
@@ -81,12 +80,7 @@ def teacher_shard(
 
 def _check_weight(teacher_weight: Tensor) -> None:
     check_tensor("teacher_weight", teacher_weight, FLOATS)
-    check_holds_data("teacher_weight", teacher_weight)
-    if isinstance(teacher_weight, DTensor):
-        raise ValueError(
-            "teacher_weight must be a plain tensor of this rank's rows, got a DTensor: pass "
-            "teacher_weight.to_local()"
-        )
+    check_plain("teacher_weight", teacher_weight, "rows")
     if teacher_weight.dim() not in (1, 2):
         raise ValueError(
             f"teacher_weight must be [V', H'], or [V'] of a bias, got {tuple(teacher_weight.shape)}"
