@@ -105,18 +105,22 @@ def in_forward_of(shape: Shape, budget: int) -> InForward:
     converts = shape.converts
     window = max(1, min(_MIN_WINDOW, V))
     held = V + (window if converts else 0)
-    if isinstance(T, SymInt):  # the plan of a fake, to whose shapes chunks do not matter
+
+    def in_chunks_of(chunk_t: int) -> InForward:
         return InForward(
             T=T,
             V=V,
             cached_v=V,
             window_v=window,
-            logits_bytes=T * held * itemsize,
+            logits_bytes=chunk_t * held * itemsize,
             limit=budget,
             converts=converts,
-            first_t=T,
-            chunk_t=T,
+            first_t=sym_min(chunk_t, T),
+            chunk_t=chunk_t,
         )
+
+    if isinstance(T, SymInt):
+        return in_chunks_of(T)  # the plan of a fake, to whose shapes chunks do not matter
     most = budget // max(1, held * itemsize)  # tokens of a chunk that does not lend
     if not 0 < T <= most:
         most = max(_TILE, _round_down(most))
@@ -134,18 +138,7 @@ def in_forward_of(shape: Shape, budget: int) -> InForward:
         lending = _lend(shape, first_t, chunk_t, budget)
         if lending is not None:
             return lending
-    chunk_t = even_chunk(T)
-    return InForward(
-        T=T,
-        V=V,
-        cached_v=V,
-        window_v=window,
-        logits_bytes=chunk_t * held * itemsize,
-        limit=budget,
-        converts=converts,
-        first_t=min(chunk_t, T),
-        chunk_t=chunk_t,
-    )
+    return in_chunks_of(even_chunk(T))
 
 
 def _lend(shape: Shape, first_t: int, chunk_t: int, budget: int) -> InForward | None:
