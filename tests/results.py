@@ -277,10 +277,9 @@ def show(new: Path) -> None:
     """Take these result files into docs/results, and write what pages and figures show of them."""
     for machine in spec()["machines"].values():
         for name in [*machine["files"], *machine.get("training", {})]:
-            for file in new.glob(f"{name}.json"):
-                shutil.copy(file, FILES)
-            for figure in new.glob(f"{name}.png"):
-                shutil.copy(figure, FILES)
+            for file in (new / f"{name}.json", new / f"{name}.png"):
+                if file.exists():
+                    shutil.copy(file, FILES)
     for page in PAGES:
         page.write_text(written(page.read_text()))
     for names in spec()["figures"]:
