@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +18,14 @@ T, V, H = 6, 11, 4
 FLOAT_DTYPES = "torch.float32, torch.bfloat16, torch.float16 or torch.float64"
 KINDS: dict[str, tuple[Callable[[], Any], str]] = {
     "None": (lambda: None, "be a torch.Tensor, got NoneType"),
-    "a list": (lambda: [0.0], "be a torch.Tensor, got list"),
+    "a list": (lambda: [0.0], "be a torch.Tensor, got list: pass torch.as_tensor(NAME)"),
+    "of NumPy": (
+        lambda: np.zeros((T, H), np.float32),
+        "be a torch.Tensor, got ndarray: pass torch.as_tensor(NAME)",
+    ),
+    "a layer": (
+        lambda: torch.nn.Linear(H, V), "be a torch.Tensor, got Linear: pass NAME.weight"
+    ),
     "sparse": (
         lambda: torch.eye(H).to_sparse(), "be a dense tensor (torch.strided), got torch.sparse_coo"
     ),
@@ -102,7 +110,12 @@ VALUE_ERRORS: dict[str, dict[str, Any]] = {
         "hidden": torch.zeros(3, 2, H), "labels": torch.zeros(2, 3).long()
     },
     "labels must be (6,) from hidden (6, 4), got (7,)": {"labels": torch.zeros(T + 1).long()},
-    "labels must be (2, 3) from hidden (2, 3, 4), got (6,)": {"hidden": torch.zeros(2, 3, H)},
+    "labels must be (2, 3) from hidden (2, 3, 4), got (6,): pass labels.reshape((2, 3))": {
+        "hidden": torch.zeros(2, 3, H)
+    },
+    "labels must be (6,) from hidden (6, 4), got (3, 2): pass labels.reshape((6,))": {
+        "labels": torch.zeros(3, 2).long()
+    },
     "weight must have at least one row without vocab_range, got V = 0": {
         "weight": torch.zeros(0, H)
     },
@@ -118,10 +131,12 @@ VALUE_ERRORS: dict[str, dict[str, Any]] = {
     "labels must be within [0, 11) or ignore_index -100, got 11 at token 2": {
         "labels": torch.tensor([0, 1, 11, 2, 12, -100])
     },
-    "labels must be within [0, 11) or ignore_index -100, got -1 at token 3": {
+    "labels must be within [0, 11) or ignore_index -100, got -1 at token 3: pass "
+    "ignore_index=-1 to leave such tokens out": {
         "labels": torch.tensor([0, 1, 2, -1, 2, -100])
     },
-    "labels must be within [0, 11) or ignore_index -1, got -100 at token 0": {
+    "labels must be within [0, 11) or ignore_index -1, got -100 at token 0: pass "
+    "ignore_index=-100 to leave such tokens out": {
         "labels": torch.tensor([-100, 1, 2, 3, 2, 1]), "ignore_index": -1
     },
     "labels must be within [0, 9) or ignore_index -100, got 9 at token 4": {
@@ -198,14 +213,15 @@ def test_tensors_of_another_kind(name: str, kind: str) -> None:
 
 
 ALL_OF_TWO = "for the tokens of all 2 ranks, got"
+NOT_SPLIT = ": pass those of all ranks, since hidden alone is split"
 BY_SEQUENCE = (
-    "; pass hidden [B, S / P, H], split along dimension 1, and labels [B, S] with sequence_dim=1, "
+    ": pass hidden [B, S / P, H], split along dimension 1, and labels [B, S] with sequence_dim=1, "
     "since flattening would give tokens other labels"
 )
 
 
 @pytest.mark.parametrize(("hidden", "labels", "sequence_dim", "message"), [
-    ((3,), (3,), 0, f"labels must be (6,) from hidden (3, 4) {ALL_OF_TWO} (3,)"),
+    ((3,), (3,), 0, f"labels must be (6,) from hidden (3, 4) {ALL_OF_TWO} (3,){NOT_SPLIT}"),
     ((), (), 0, "hidden must be [T / P, ..., H] under sequence_parallel=True, got (4,)"),
     ((3, 4), (3, 8), 0,
      f"labels must be (6, 4) from hidden (3, 4, 4) {ALL_OF_TWO} (3, 8){BY_SEQUENCE}"),
@@ -213,7 +229,9 @@ BY_SEQUENCE = (
      f"labels must be (6, 4) from hidden (3, 4, 4) {ALL_OF_TWO} (24,){BY_SEQUENCE}"),
     ((12,), (3, 8), 0,
      f"labels must be (24,) from hidden (12, 4) {ALL_OF_TWO} (3, 8){BY_SEQUENCE}"),
-    ((3, 4), (3, 4), 1, f"labels must be (3, 8) from hidden (3, 4, 4) {ALL_OF_TWO} (3, 4)"),
+    ((3, 4), (3, 4), 1,
+     f"labels must be (3, 8) from hidden (3, 4, 4) {ALL_OF_TWO} (3, 4){NOT_SPLIT}"),
+    ((3, 4), (8, 3), 1, f"labels must be (3, 8) from hidden (3, 4, 4) {ALL_OF_TWO} (8, 3)"),
     ((12,), (12,), 1, "hidden must be [B, S / P, ..., H] with sequence_dim=1 under "
      "sequence_parallel=True, got (12, 4)"),
 ])  # fmt: skip
@@ -246,6 +264,16 @@ def test_rows_of_two_ranks() -> None:
         (uncovered.format((1, 12), 0), too_many),
         (uncovered.format((11, 22), 1), too_many),
     ]
+
+
+def test_rows_of_one_rank_without_a_group_are_said_to_be() -> None:
+    def rank(group: dist.ProcessGroup) -> str:
+        return complaint(linear_cross_entropy, **arguments(labels=torch.arange(8, 8 + T)))
+
+    assert set(run_ranks(rank, 2)) == {
+        "labels must be within [0, 11) or ignore_index -100, got 11 at token 3: if weight is one "
+        "rank's rows, pass tp_group"
+    }
 
 
 def test_a_group_that_is_too_small_is_said_to_be() -> None:

@@ -263,7 +263,9 @@ def test_what_a_forward_holds_ends_when_it_fails():
     plugged = ours(theirs())
 
     def fails() -> None:
-        with pytest.raises(ValueError, match="labels must be"):
+        with pytest.raises(
+            ValueError, match="pass labels of the shape of input_ids, and no logits_"
+        ):
             plugged(**batch(), logits_to_keep=3)
 
     assert tensors_in_cycles(fails) == []

@@ -4,7 +4,7 @@ import pickle
 import sys
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,13 +15,15 @@ from torch import Tensor, nn
 
 pytest.importorskip("megatron.core")
 
-from flce_dist import filtered
-from flce_dist.megatron import use_linear_cross_entropy
+from flce_dist import filtered, linear_cross_entropy
+from flce_dist.megatron import best_ids, divergence, scores, use_linear_cross_entropy
+from flce_dist.megatron.layouts import check_tokens
 from flce_dist.megatron.symbolic import HeadCall, SymbolicHead
-from flce_dist.testing import relative_rms
+from flce_dist.testing import relative_rms, run_ranks
 from tests.contract.models import B, uneven
 from tests.megatron_models import VOCAB, H, S, batch, inputs_of, megatron, plugged, token_losses
 from tests.on_ranks import on_ranks
+from tests.parallel_problem import complaint
 
 
 def symbolic(layer: Any) -> Any:
@@ -291,9 +293,54 @@ def test_blocks_are_of_one_sequence(group, tp, sp):
 
     layer = plugged(tp, sp, schedule=filtered.schedule(2.0**-10), metrics=True).output_layer
     mine = hidden.chunk(tp)[group.rank()] if sp else hidden
-    loss, _ = layer.token_loss(mine, weight.chunk(tp)[group.rank()], labels)
+    loss, _ = layer.token_loss(mine, weight.chunk(tp)[group.rank()], labels.T)
     logits = (hidden @ weight.T).flatten(0, 1)
     expected = F.cross_entropy(logits, labels.flatten(), reduction="none")
     torch.testing.assert_close(loss.flatten(), expected)
     # In the order [s, b] every block would hold tokens of all sequences, and keep all tiles.
     assert layer.last_metrics.kept_share == 1 / SEQUENCES
+
+
+WRONG_TOKENS = [
+    ((S, B), ": pass {}.transpose(0, 1)"),
+    ((B, S // 2), ": pass those of whole sequences, since hidden states alone are split"),
+    ((B * S,), ""),
+]
+
+
+@pytest.mark.parametrize(("shape", "way_out"), WRONG_TOKENS)
+@on_ranks(2)
+def test_tokens_of_another_shape_are_named_as_the_model_has_them(group, shape, way_out):
+    model = plugged(2, sp=True)
+    args = inputs_of(batch()[0])
+    bad = torch.zeros(shape, dtype=torch.long)
+    ids = bad[..., None] if bad.dim() == 2 else bad
+
+    def message(name: str, x: Tensor) -> str:
+        got = tuple(x.shape)
+        start = f"{name} must be [b, s] = {(B, S)}, as the model's tokens, got {got}"
+        return start + way_out.format(name)
+
+    with torch.no_grad():
+        said = complaint(model, *args, labels=bad)
+        assert said == message("labels", bad)
+        assert complaint(scores, model, ids, *args) == message("ids", ids)
+        assert complaint(best_ids, model, *args, labels=bad) == message("labels", bad)
+        said = complaint(divergence, model, model, *args, token_weight=bad.float())
+        assert said == message("token_weight", bad)
+
+
+def test_other_ranks_learn_that_one_has_tokens_of_another_shape(ranks_compared):
+    def rank(group: Any) -> str:
+        hidden = torch.zeros(S // 2, B, H)
+        if group.rank() == 1:
+            options = {"tp_group": group, "sequence_parallel": True}
+            labels = torch.zeros(S, B).long()
+            return complaint(linear_cross_entropy, hidden, torch.zeros(5, H), labels, **options)
+        layer = SimpleNamespace(tp_group=group, sequence_parallel=True)
+        bad = torch.zeros(S, B).long()
+        return complaint(check_tokens, layer, "linear_cross_entropy", hidden, labels=bad)
+
+    own, others = run_ranks(rank, 2)
+    assert own.startswith("labels must be [b, s] = (2, 16)")
+    assert f"rank 0 raised ValueError: {own}" in others

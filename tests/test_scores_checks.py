@@ -20,7 +20,7 @@ over_ids = partial(problem, over="ids")
     ({"ids": torch.full((T, 2), V)}, r"ids must be within \[0, 150\), or -1"),
     ({"ids": torch.full((T, 2), -2)}, r"ids must be within \[0, 150\), or -1"),
     ({"ids": torch.full((T, 2), V - 1), "vocab_size": V - 1}, r"within \[0, 149\)"),
-    ({"ids": torch.ones(T + 1, 2, dtype=torch.long)}, r"ids must be \(24, 'K'\)"),
+    ({"ids": torch.ones(T + 1, 2, dtype=torch.long)}, r"ids must be \(24, K\)"),
     ({"ids": torch.ones(T, 2)}, "ids must have dtype torch.int64 or .*: pass ids.long"),
     ({"ids": torch.ones(T, dtype=torch.long)}, r"got \(24,\): pass ids\[\.\.\., None\] for one id"),
     ({"offsets": torch.arange(T)}, r"ids must be \[N\] and offsets \[T \+ 1\]"),

@@ -85,7 +85,8 @@ def check_tensor(
 ) -> None:
     """Check that x is a dense tensor of one of the dtypes, on the device of ``like`` if given."""
     if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        got = f"{type(x).__name__}{ways_out.as_tensor(name, x)}"
+        raise ValueError(f"{name} must be a torch.Tensor, got {got}")
     if not is_dense(x):
         layout = "a nested tensor" if x.is_nested else x.layout
         raise ValueError(f"{name} must be a dense tensor (torch.strided), got {layout}")
@@ -133,22 +134,19 @@ def check_split(hidden: Tensor, options: LossOptions) -> None:
 def check_tokens(hidden: Tensor, labels: Tensor, options: LossOptions, P: int) -> None:
     """Check labels' shape against hidden's: under sequence_parallel labels are of all tokens."""
     expected = list(hidden.shape[:-1])
-    dim = options.sequence_dim
-    hint = ""
+    of_all = ""
     if options.sequence_parallel:
         check_split(hidden, options)
-        expected[dim] *= P
-        hint = f" for the tokens of all {P} ranks"
-    if list(labels.shape) != expected:
-        hint += f", got {tuple(labels.shape)}"
-        if options.sequence_parallel and dim == 0 and max(hidden.dim() - 1, labels.dim()) > 1:
-            hint += (
-                "; pass hidden [B, S / P, H], split along dimension 1, and labels [B, S] with "
-                "sequence_dim=1, since flattening would give tokens other labels"
-            )
-        if not options.sequence_parallel:
-            split = ways_out.split_tokens(labels, expected, P)
-            hint += split or ways_out.reshaped("labels", labels, expected)
-        raise ValueError(
-            f"labels must be {tuple(expected)} from hidden {tuple(hidden.shape)}{hint}"
-        )
+        expected[options.sequence_dim] *= P
+        of_all = f" for the tokens of all {P} ranks"
+    if list(labels.shape) == expected:
+        return
+    if options.sequence_parallel:
+        way_out = ways_out.of_all_ranks(labels, hidden, options.sequence_dim)
+    else:
+        way_out = ways_out.split_tokens(labels, expected, P)
+        way_out = way_out or ways_out.reshaped("labels", labels, expected)
+    raise ValueError(
+        f"labels must be {tuple(expected)} from hidden {tuple(hidden.shape)}{of_all}, "
+        f"got {tuple(labels.shape)}{way_out}"
+    )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.arguments.decide import new_call
@@ -127,16 +128,27 @@ def check_labels(
     if bad.any():
         where = int(bad.argmax())
         label = int(labels[where])
-        hint = (
-            f": weight has {vocab_size} rows on the {P} ranks of {options.group_name} together, "
-            "which must be all ranks that share the vocabulary"
-        )
-        is_beyond_all_rows = P > 1 and label >= vocab_size and options.vocab_size is None
         raise ValueError(
             f"labels must be within [0, {vocab_size}) or ignore_index {ignore_index}, "
-            f"got {label} at {_place(where, T_of_rank)}" + (hint if is_beyond_all_rows else "")
+            f"got {label} at {_place(where, T_of_rank)}{_way_out_of(label, call, P)}"
         )
     check_temperatures(inverse, counted, T_of_rank=T_of_rank)
+
+
+def _way_out_of(label: int, call: Call, P: int) -> str:
+    """Return what may be meant by a label that is not in the vocabulary, of P ranks."""
+    options = call.options
+    if label < 0:
+        return f": pass ignore_index={label} to leave such tokens out"
+    if options.vocab_size is not None:
+        return ""
+    if P > 1:
+        return (
+            f": weight has {call.vocab_size} rows on the {P} ranks of {options.group_name} "
+            "together, which must be all ranks that share the vocabulary"
+        )
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    return "" if is_alone else f": if weight is one rank's rows, pass {options.group_name}"
 
 
 def check_temperatures(

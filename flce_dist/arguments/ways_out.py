@@ -1,9 +1,10 @@
 """What an error about a tensor suggests, if anything: the end of its message."""
 
+import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 IN_FORWARD_OF_FSDP = (
     "call inside forward of the module that fully_shard was applied to, or in another method after "
@@ -11,11 +12,22 @@ IN_FORWARD_OF_FSDP = (
 )
 
 
+def as_tensor(name: str, x: object) -> str:
+    """Return the way out if x is no tensor but has one, or holds the numbers of one."""
+    if isinstance(x, nn.Module) and isinstance(getattr(x, "weight", None), Tensor):
+        return f": pass {name}.weight"
+    if isinstance(x, list) or hasattr(x, "__array__"):
+        return f": pass torch.as_tensor({name})"
+    return ""
+
+
 def reshaped(name: str, x: Tensor, shape: Sequence[int]) -> str:
-    """Return the way out if x has another shape only in dimensions of 1, or in their order."""
+    """Return the way out if x differs only in dimensions of 1, in being flat, or in their order."""
     got = list(x.shape)
     expected = list(shape)
-    if [n for n in got if n != 1] == [n for n in expected if n != 1]:
+    differ_in_ones = [n for n in got if n != 1] == [n for n in expected if n != 1]
+    is_flat = 1 in (len(got), len(expected)) and math.prod(got) == math.prod(expected)
+    if differ_in_ones or is_flat:
         return f": pass {name}.reshape({tuple(expected)})"
     return f": pass {name}.T" if len(got) == 2 and got[::-1] == expected else ""
 
@@ -39,4 +51,16 @@ def split_tokens(labels: Tensor, tokens: list[int], P: int) -> str:
         if P > 1 and list(labels.shape) == of_all:
             split = f"sequence_parallel=True{name}"
             return f": pass {split} if hidden is split over the {P} ranks of tp_group"
+    return ""
+
+
+def of_all_ranks(labels: Tensor, hidden: Tensor, sequence_dim: int) -> str:
+    """Return the way out if hidden is split over ranks, and labels are not of all their tokens."""
+    if labels.shape == hidden.shape[:-1]:
+        return ": pass those of all ranks, since hidden alone is split"
+    if sequence_dim == 0 and max(hidden.dim() - 1, labels.dim()) > 1:
+        return (
+            ": pass hidden [B, S / P, H], split along dimension 1, and labels [B, S] with "
+            "sequence_dim=1, since flattening would give tokens other labels"
+        )
     return ""

@@ -120,7 +120,7 @@ def loss_of(
     if labels.numel() != tokens.numel():
         raise ValueError(
             f"labels must be of the {tokens.numel()} tokens that have logits, got {labels.numel()}:"
-            " with labels logits_to_keep must leave all tokens"
+            " pass labels of the shape of input_ids, and no logits_to_keep"
         )
     mesh: Any = getattr(weight, "device_mesh", None)
     is_split = isinstance(weight, DTensor) and weight.placements == (Shard(0),)

@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from flce_dist.best import BestIds, linear_top_k
-from flce_dist.megatron.token_scores import instead_of_logits, transposed
+from flce_dist.megatron.layouts import check_tokens, transposed
+from flce_dist.megatron.token_scores import instead_of_logits
 
 
 def best_ids(
@@ -60,6 +61,8 @@ def best_ids(
 
 def _best_of(layer: Any, hidden: Tensor, weight: Tensor, *, scale: float, **asked: Any) -> BestIds:
     """Return best ids [b, s] of hidden [s, b, H]."""
+    of_tokens = {name: asked[name] for name in ("labels", "temperature")}
+    check_tokens(layer, "linear_top_k", hidden, **of_tokens)
     asked = {name: transposed(x) for name, x in asked.items()}
     of_layer = layer.keywords_of_logits(weight, scale)
     del of_layer["accumulate_dweight"]  # of gradients

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
+from flce_dist.megatron.layouts import check_tokens, transposed
 
 
 class FusedLayer:
@@ -55,23 +56,25 @@ class FusedLayer:
         scale: float = 1.0,
         **changes: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of ``labels`` [s, b], by default as [s, b] fp32, and what was correct.
+        """Return the loss of ``labels`` [b, s], by default as [s, b] fp32, and what was correct.
 
         That is [s, b] bool in training with multi-token prediction, which counts it, or with
         metrics; else None. For a filtered schedule, whose blocks of tokens should be of one
         sequence each, ``hidden`` is copied into that order.
         """
+        counts_correct = self.training and bool(getattr(self.config, "mtp_num_layers", None))
+        with_metrics = self.keeps_metrics or counts_correct
+        function = linear_cross_entropy_with_metrics if with_metrics else linear_cross_entropy
+        check_tokens(self, function.__name__, hidden, labels=labels)
         keywords = {**self.loss_keywords, **changes, **self.keywords_for(weight, scale)}
         ranks = 0  # whose tokens are put into another order
         if not isinstance(keywords["schedule"], str):
             ranks = self.tp_group.size() if self.sequence_parallel else 1
         hidden = _by_sequence(hidden, min(ranks, 1))
-        labels = _by_sequence(labels, ranks)
-        counts_correct = self.training and bool(getattr(self.config, "mtp_num_layers", None))
-        if not self.keeps_metrics and not counts_correct:
-            loss = linear_cross_entropy(hidden, weight, labels, **keywords)
-            return _by_sequence(loss, ranks), None
-        result: Any = linear_cross_entropy_with_metrics(hidden, weight, labels, **keywords)
+        labels = _by_sequence(transposed(labels), ranks)
+        result: Any = function(hidden, weight, labels, **keywords)
+        if not with_metrics:
+            return _by_sequence(result, ranks), None
         result = result._make(_by_sequence(x, ranks) for x in result)
         if self.keeps_metrics:
             detached = (x.detach() for x in result)

@@ -29,7 +29,7 @@ class LinearCrossEntropyModule(FusedLayer, linear_cross_entropy.LinearCrossEntro
         if ignore_index != -100:
             changes["ignore_index"] = ignore_index
         weight = self.weight if weight is None else weight
-        loss, _ = self.token_loss(input_, weight, labels.transpose(0, 1), **changes)
+        loss, _ = self.token_loss(input_, weight, labels, **changes)
         return loss.transpose(0, 1).contiguous() if reduction == "none" else loss
 
     own_forward = forward

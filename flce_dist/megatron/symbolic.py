@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from flce_dist.megatron import watchers
 from flce_dist.megatron.fused_layer import FusedLayer
+from flce_dist.megatron.layouts import transposed
 
 _NO_LOGITS = (
     "no logits exist while the model computes its loss, so they have no {!r}; a forward hook on "
@@ -71,8 +72,8 @@ class HeadCall:
         """Call the head for the loss of ``labels`` [b, s] int64: [b, s] fp32 on all ranks."""
 
         def question(layer: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-            self._labels = labels.transpose(0, 1)
-            loss, self._correct = layer.token_loss(hidden, weight, self._labels, scale=self._scale)
+            loss, self._correct = layer.token_loss(hidden, weight, labels, scale=self._scale)
+            self._labels = transposed(labels)
             if loss.dim() == 0:
                 return loss
             # A copy: FSDP2 warns of modules that return views.

@@ -12,9 +12,11 @@ from flce_dist.divergence import (
     linear_divergence,
     linear_divergence_with_metrics,
 )
-from flce_dist.megatron.token_scores import instead_of_logits, owner_of, transposed
+from flce_dist.megatron.layouts import check_tokens, transposed
+from flce_dist.megatron.token_scores import instead_of_logits, owner_of
 
 _OF_TEACHER = ("bias", "logit_scale", "softcap")  # of ``keywords_of_logits``
+_OF_TOKENS = ("labels", "token_weight", "temperature", "teacher_temperature")
 
 
 class _Head(NamedTuple):
@@ -90,14 +92,11 @@ def divergence(
         head = instead_of_logits(teacher, _Head, _head_of, args, kwargs, name="teacher")
     if teacher_weight is not None:
         head = head._replace(weight=teacher_weight)
-    of_tokens = {
+    asked: dict[str, Any] = {
         "labels": labels,
         "token_weight": token_weight,
         "temperature": temperature,
         "teacher_temperature": teacher_temperature,
-    }
-    asked: dict[str, Any] = {
-        **{name: transposed(x) for name, x in of_tokens.items()},
         "kind": kind,
         "beta": beta,
         "ignore_index": ignore_index,
@@ -132,7 +131,11 @@ def _divergence_of(
     asked: dict[str, Any],
 ) -> tuple[Tensor, ...]:
     """Return the divergence, and any metrics, of hidden [s, b, H]: [s, b] each."""
-    keywords = {**asked, **head.keywords, **layer.keywords_of_logits(weight, scale)}
     call: Any = linear_divergence_with_metrics if with_metrics else linear_divergence
+    of_tokens = {name: asked[name] for name in _OF_TOKENS}
+    check_tokens(layer, call.__name__, hidden, **of_tokens)
+    of_tokens = {name: transposed(x) for name, x in of_tokens.items()}
+    of_models = {**head.keywords, **layer.keywords_of_logits(weight, scale)}
+    keywords = {**asked, **of_tokens, **of_models}
     outputs = call(hidden, weight, head.hidden, head.weight, **keywords)
     return tuple(transposed(x) for x in (outputs if with_metrics else (outputs,)))

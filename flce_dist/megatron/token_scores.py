@@ -7,7 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from flce_dist.arguments.options import Over, ScheduleOption
+from flce_dist.arguments.rank_check import refusals_told
 from flce_dist.megatron import checks
+from flce_dist.megatron.layouts import check_tokens, transposed
 from flce_dist.scores import TokenScores, linear_logprob
 
 
@@ -105,13 +107,13 @@ def owner_of(model: Any) -> Any:
 
 def _scores_of(layer: Any, hidden: Tensor, weight: Tensor, *, scale: float, **options: Any) -> Any:
     """Return scores [b, s] of hidden [s, b, H]."""
-    if options["offsets"] is not None and hidden.shape[1] != 1:
-        raise ValueError(f"offsets need a batch of one row, got {hidden.shape[1]}")
+    of_tokens = {"temperature": options["temperature"]}
+    if options["offsets"] is None:
+        of_tokens["ids"] = options["ids"]
+    elif hidden.shape[1] != 1:
+        with refusals_told("linear_logprob", layer.tp_group, hidden):
+            raise ValueError(f"offsets need a batch of one row, got {hidden.shape[1]}")
+    check_tokens(layer, "linear_logprob", hidden, **of_tokens)
     options = {name: transposed(x) for name, x in options.items()}
     results = linear_logprob(hidden, weight, **options, **layer.keywords_of_logits(weight, scale))
     return TokenScores(*map(transposed, results))
-
-
-def transposed(x: Any) -> Any:
-    """[b, s, ...] to [s, b, ...] and back; what is no such tensor stays as it is."""
-    return x.transpose(0, 1).contiguous() if isinstance(x, Tensor) and x.dim() > 1 else x

@@ -26,8 +26,9 @@ def ids_in_order(
     T = tokens.numel()
     if offsets is None:
         if ids.dim() < 1 or ids.shape[:-1] != tokens:
+            padded = ", ".join([*map(str, tokens), "K"])
             raise ValueError(
-                f"ids must be {(*tokens, 'K')} from hidden {tuple(hidden.shape)}, or [N] with "
+                f"ids must be ({padded}) from hidden {tuple(hidden.shape)}, or [N] with "
                 f"offsets, got {tuple(ids.shape)}"
                 + (": pass ids[..., None] for one id of each token" if ids.shape == tokens else "")
             )
