@@ -49,8 +49,10 @@ ERRORS: dict[str, dict[str, Any]] = {
     },
     "a divergence needs schedule='auto', 'recompute', 'cached' or 'in_forward', got "
     "schedule=Filter(eps=0.0001)": {"schedule": filtered(eps=1e-4)},
-    "teacher_hidden must be a torch.Tensor, got list": {"teacher_hidden": [0.0]},
-    f"teacher_hidden must be ({T}, 'H') of the tokens of hidden, got ({T + 1}, {H_T})": {
+    "teacher_hidden must be a torch.Tensor, got list: pass torch.as_tensor(teacher_hidden)": {
+        "teacher_hidden": [0.0]
+    },
+    f"teacher_hidden must be ({T}, H) of the tokens of hidden, got ({T + 1}, {H_T})": {
         "teacher_hidden": torch.zeros(T + 1, H_T)
     },
     f"teacher_weight must be [V, H] with H = {H_T} from teacher_hidden, got ({V}, {H})": {

@@ -1,7 +1,8 @@
-"""docs/megatron.md: the Python behind its first script runs as it is printed, on one rank."""
+"""docs/megatron.md: its first script, on one rank and two, and each block behind it, on one."""
 
 import ast
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ pytest.importorskip("megatron.core")
 from flce_dist import megatron
 from flce_dist.megatron import use_linear_cross_entropy
 from tests.contract.models import Setting, batch, gpt
+from tests.doc_scripts import printed
 from tests.docstring_examples import run_example
 from tests.on_ranks import on_ranks
 from tests.processes import ROOT
@@ -49,6 +51,14 @@ def test_every_block_is_run() -> None:
         "LogitsSaverHooks", "theirs",
     )  # fmt: skip
     assert [sum(word in x for x in BLOCKS) for word in words] == [1] * len(BLOCKS)
+
+
+def test_the_first_script_trains_the_same_on_one_rank_and_two(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    alone, split = (printed(SCRIPT, tmp_path, *start) for start in ((), launcher))
+    losses = [[float(line.split()[1]) for line in text.splitlines()] for text in (alone, split)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert len(losses[0]) == 10 and losses[0][9] < 0.7 * losses[0][0]
 
 
 @on_ranks(1)

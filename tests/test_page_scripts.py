@@ -11,7 +11,6 @@ from tests.processes import ROOT, started, torchrun
 MOST_LINES = 25
 NEEDS = {
     "data_parallel_head": "torch",
-    "megatron": "megatron",
     "parallel_style": "torch",
     "torchtitan": "torchtitan",
 }

@@ -139,6 +139,11 @@ def either(dtypes: Sequence[torch.dtype]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
+def shape(*sizes: object) -> str:
+    """Return a shape of numbers and names as an error shows it: (6, H)."""
+    return f"({', '.join(map(str, sizes))})"
+
+
 def shown(value: object) -> str:
     """Return how an error shows a value: of a tensor no elements, of others not much."""
     if isinstance(value, Tensor):

@@ -205,7 +205,7 @@ def _check_sizes(arguments: Arguments, student: Arguments, call: Call, rows: Ten
     tokens = student.hidden.shape[:-1]
     if arguments.hidden.shape[:-1] != tokens:
         raise ValueError(
-            f"teacher_hidden must be {(*tokens, 'H')} of the tokens of hidden, "
+            f"teacher_hidden must be {values.shape(*tokens, 'H')} of the tokens of hidden, "
             f"got {tuple(arguments.hidden.shape)}"
         )
     is_ranged = arguments.options.vocab_range is not None

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flce_dist.arguments.check_tensors import check_tensor
 from flce_dist.arguments.prepare import check_temperatures
+from flce_dist.arguments.values import shape
 from flce_dist.kernels.ids.token_ids import are_cut
 from flce_dist.torch_private.devices import assert_soon
 
@@ -26,9 +27,8 @@ def ids_in_order(
     T = tokens.numel()
     if offsets is None:
         if ids.dim() < 1 or ids.shape[:-1] != tokens:
-            padded = ", ".join([*map(str, tokens), "K"])
             raise ValueError(
-                f"ids must be ({padded}) from hidden {tuple(hidden.shape)}, or [N] with "
+                f"ids must be {shape(*tokens, 'K')} from hidden {tuple(hidden.shape)}, or [N] with "
                 f"offsets, got {tuple(ids.shape)}"
                 + (": pass ids[..., None] for one id of each token" if ids.shape == tokens else "")
             )
