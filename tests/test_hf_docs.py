@@ -36,7 +36,6 @@ def test_trainer(processes, tmp_path):
     found = re.findall(r"^(\d) (\d+\.\d+)$", text, re.M)
     assert [int(world_size) for world_size, _ in found] == [processes] * processes
     assert all(10 < float(loss) < 11 for _, loss in found)
-    assert len({loss for _, loss in found}) == 1
 
 
 def test_every_script_is_run():

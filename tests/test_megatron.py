@@ -296,7 +296,7 @@ def test_blocks_are_of_one_sequence(group, tp, sp):
     loss, _ = layer.token_loss(mine, weight.chunk(tp)[group.rank()], labels.T)
     logits = (hidden @ weight.T).flatten(0, 1)
     expected = F.cross_entropy(logits, labels.flatten(), reduction="none")
-    torch.testing.assert_close(loss.flatten(), expected)
+    torch.testing.assert_close(loss.T.flatten(), expected)
     # In the order [s, b] every block would hold tokens of all sequences, and keep all tiles.
     assert layer.last_metrics.kept_share == 1 / SEQUENCES
 

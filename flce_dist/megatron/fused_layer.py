@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.megatron.layouts import check_tokens, transposed
+from flce_dist.megatron.layouts import check_tokens, copy_transposed, transposed
 
 
 class FusedLayer:
@@ -56,9 +56,9 @@ class FusedLayer:
         scale: float = 1.0,
         **changes: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of ``labels`` [b, s], by default as [s, b] fp32, and what was correct.
+        """Return the loss of ``labels`` [b, s], by default as [b, s] fp32, and what was correct.
 
-        That is [s, b] bool in training with multi-token prediction, which counts it, or with
+        That is [b, s] bool in training with multi-token prediction, which counts it, or with
         metrics; else None. For a filtered schedule, whose blocks of tokens should be of one
         sequence each, ``hidden`` is copied into that order.
         """
@@ -74,11 +74,10 @@ class FusedLayer:
         labels = _by_sequence(transposed(labels), ranks)
         result: Any = function(hidden, weight, labels, **keywords)
         if not with_metrics:
-            return _by_sequence(result, ranks), None
-        result = result._make(_by_sequence(x, ranks) for x in result)
+            return copy_transposed(_by_sequence(result, ranks)), None
+        result = result._make(copy_transposed(_by_sequence(x, ranks)) for x in result)
         if self.keeps_metrics:
-            detached = (x.detach() for x in result)
-            self.last_metrics = result._make(x.T if x.dim() == 2 else x for x in detached)
+            self.last_metrics = result._make(x.detach() for x in result)
         return result.loss, result.correct
 
     def keywords_of_logits(self: Any, weight: Tensor, scale: float) -> dict[str, Any]:

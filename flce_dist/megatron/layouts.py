@@ -5,6 +5,7 @@ s sequence, b batch, H hidden size, P tensor-parallel size.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flce_dist.arguments.rank_check import refusals_told
@@ -37,3 +38,10 @@ def check_tokens(layer: Any, function: str, hidden: Tensor, **of_tokens: Any) ->
 def transposed(x: Any) -> Any:
     """[b, s, ...] to [s, b, ...] and back; what is no such tensor stays as it is."""
     return x.transpose(0, 1).contiguous() if isinstance(x, Tensor) and x.dim() > 1 else x
+
+
+def copy_transposed(x: Tensor) -> Tensor:
+    """[s, b] to [b, s], a scalar as it is. A copy: FSDP2 warns of modules that return views."""
+    if x.dim() < 2:
+        return x
+    return x.transpose(0, 1).clone(memory_format=torch.contiguous_format)

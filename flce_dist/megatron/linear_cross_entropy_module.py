@@ -30,6 +30,6 @@ class LinearCrossEntropyModule(FusedLayer, linear_cross_entropy.LinearCrossEntro
             changes["ignore_index"] = ignore_index
         weight = self.weight if weight is None else weight
         loss, _ = self.token_loss(input_, weight, labels, **changes)
-        return loss.transpose(0, 1).contiguous() if reduction == "none" else loss
+        return loss
 
     own_forward = forward

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from flce_dist.megatron import watchers
 from flce_dist.megatron.fused_layer import FusedLayer
-from flce_dist.megatron.layouts import transposed
 
 _NO_LOGITS = (
     "no logits exist while the model computes its loss, so they have no {!r}; a forward hook on "
@@ -65,19 +64,16 @@ class HeadCall:
         self._head = head
         self._arguments = args, kwargs
         self._scale = scale
-        self._labels: Tensor | None = None  # [s, b], of the loss that was computed
-        self._correct: Tensor | None = None  # [s, b], whether no logit exceeds the label's
+        self._labels: Tensor | None = None  # [b, s], of the loss that was computed
+        self._correct: Tensor | None = None  # [b, s], whether no logit exceeds the label's
 
     def loss(self, labels: Tensor) -> Tensor:
         """Call the head for the loss of ``labels`` [b, s] int64: [b, s] fp32 on all ranks."""
 
         def question(layer: Any, hidden: Tensor, weight: Tensor) -> Tensor:
             loss, self._correct = layer.token_loss(hidden, weight, labels, scale=self._scale)
-            self._labels = transposed(labels)
-            if loss.dim() == 0:
-                return loss
-            # A copy: FSDP2 warns of modules that return views.
-            return loss.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            self._labels = labels
+            return loss
 
         return self._ask(question)
 
@@ -130,7 +126,7 @@ class HeadCall:
         """Return [s, b] int64: the label where no logit exceeds its own, -1 elsewhere."""
         if self._labels is None or self._correct is None:
             raise AttributeError(_NO_LOGITS.format("argmax"))
-        return self._labels.where(self._correct, -1)
+        return self._labels.where(self._correct, -1).transpose(0, 1)
 
     @classmethod
     def __torch_function__(

@@ -80,10 +80,9 @@ class HeadAlone:
 
     def ours(self, **changes: Any) -> Tensor:
         """Compute the loss by linear_cross_entropy with the model's keywords and some changes."""
-        labels = self.labels.transpose(0, 1)
         loss: Tensor
-        loss, _ = self.layer.token_loss(self.hidden, self.weight, labels, **changes)
-        return loss.T if loss.dim() == 2 else loss
+        loss, _ = self.layer.token_loss(self.hidden, self.weight, self.labels, **changes)
+        return loss
 
     def megatrons(self) -> Tensor:
         """Compute it by ColumnParallelLinear and vocab_parallel_cross_entropy, or its fusion."""
