@@ -20,7 +20,6 @@ from flce_dist.arguments.options import (
 from flce_dist.arguments.passed import (
     Arguments,
     in_callers_order,
-    may_have_dtensors,
     settled,
     tempered,
 )
@@ -100,9 +99,9 @@ def linear_cross_entropy(
             makes everything NaN that its token contributes to. Ignored tokens' are not read.
         temperature: a number above 0, or float, labels' shape, the same on every rank. Loss, its
             gradients and all metrics are those of the tempered distribution. It gets no gradient.
-            A tensor is rounded as token_weight is. A value in it that is not above 0 is an error,
-            on a GPU a failed device assertion, as is a label outside the vocabulary. Values of
-            ignored tokens are not read.
+            A tensor is rounded as token_weight is. A value in it that is not finite and above 0
+            is an error, on a GPU a failed device assertion, as is a label outside the vocabulary.
+            Values of ignored tokens are not read.
         vocab_size: true size V_all of the whole vocabulary if the weight is padded. Rows from
             ``vocab_size`` on are excluded from the loss and get a zero gradient. Default: all rows.
         vocab_range: half-open rows (start, end) of this rank, for uneven shards; needs vocab_size.
@@ -268,8 +267,7 @@ def apply(
     weight = arguments.weight  # as the caller passed it
     with refusals_told(function, arguments.tp_group, arguments.hidden):
         refuse_tracing(function, arguments.hidden)
-        if may_have_dtensors(arguments):
-            arguments = localized(arguments)
+        arguments = localized(arguments)
         last_columns = None
         low_rank_columns = 0
         if low_rank is not None:

@@ -56,7 +56,7 @@ def logits_at_ids(
     inverse = logits.inverse_temperature
     if ids.is_cuda and inverse is not None:
         bad = (inverse if token is None else inverse[token]).isnan() & is_id
-        assert_soon(~bad.any(), "temperature must be above 0")
+        assert_soon(~bad.any(), "temperature must be finite and above 0")
     row = ids - logits.vocab_start_index
     z = ids.new_zeros(len(ids), dtype=logits.stats_dtype)
     here = (row >= 0) & (row < logits.V) & is_id

@@ -54,7 +54,7 @@ def test_temperatures_of_tokens(bad: float) -> None:
     temperature = torch.ones(T)
     temperature[4] = bad
     operands = asked.hidden, asked.weight
-    words = "temperature must be above 0 for each token that counts, got .* at token 4"
+    words = "temperature must be finite and above 0 for each token that counts, got .* at token 4"
     labels = torch.zeros(T, dtype=torch.long)
     for options in ({"k": 2}, {"k": 2, "labels": labels}, {"labels": labels}):
         with pytest.raises(ValueError, match=words):

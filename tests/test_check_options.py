@@ -191,7 +191,7 @@ print("not noticed", flush=True)
     *(("triton", 69, wrong, "labels must be within [0") for wrong in (40, -1, 1 << 40)),
     ("eager", 69, 40, "labels must be within [0"),
     *((impl, 0, 4, "max_counted must be at least") for impl in ("triton", "eager")),
-    *((impl, 69, 0, "temperature must be above 0") for impl in ("triton", "eager")),
+    *((impl, 69, 0, "temperature must be finite and above 0") for impl in ("triton", "eager")),
 ], ids=[
     "a padding row", "-1", "beyond 2**31", "eager", "too many", "too many, eager",
     "temperature", "temperature, eager",

@@ -69,8 +69,8 @@ OF_OTHER_ROWS = (
 IN_THE_CALLERS_WORDS: dict[str, tuple[str, Any]] = {
     "labels must be within [0, 10) or ignore_index -100, got 77 at token 2 of rank 1: weight has "
     "10 rows on the 2 ranks of data_group together, ": ("labels", of_rank_1(torch.arange(4), 77)),
-    "temperature must be above 0 for each token that counts, got 0, a negative number or NaN at "
-    "token 2 of rank 1": ("temperature", of_rank_1(torch.ones(4), 0)),
+    "temperature must be finite and above 0 for each token that counts, got 0, infinity, NaN or a "
+    "negative number at token 2 of rank 1": ("temperature", of_rank_1(torch.ones(4), 0)),
     "max_counted must be at least the 8 tokens that count on all ranks, got 3": ("max_counted", 3),
     "vocab_size must be within [1, 10], the rows of 2 shards of 5, got 11: data_group must be all ":
         ("vocab_size", 11),

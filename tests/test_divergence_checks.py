@@ -13,7 +13,10 @@ from flce_dist.filtered import schedule as filtered
 from flce_dist.kernels.divergence.formulas import Measure
 from tests.divergence_problem import H_T, H, T, V, problem
 
-OF_TOKENS = "must be above 0 for each token that counts, got 0, a negative number or NaN at token 0"
+OF_TOKENS = (
+    "must be finite and above 0 for each token that counts, got 0, infinity, NaN or a negative "
+    "number at token 0"
+)
 
 # What each error says, and the arguments that cause it.
 ERRORS: dict[str, dict[str, Any]] = {

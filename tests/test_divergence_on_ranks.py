@@ -335,3 +335,24 @@ def test_each_ranks_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(ValueError, match=r"is_aligned=False.* on rank 1"):
         run_ranks(one, 2)
+
+
+@pytest.mark.parametrize("trains_weight", [True, False])
+def test_hidden_is_gathered_again_for_dweight_alone(trains_weight: bool) -> None:
+    """In backward of D that forward kept; dhidden needs none."""
+    given = problem(tokens=(24,), schedule="cached")
+
+    def rank(group: Any) -> list[str]:
+        mine = slice(12 * group.rank(), 12 * group.rank() + 12)
+        shard = slice(75 * group.rank(), 75 * group.rank() + 75)
+        hidden = given.hidden[mine].clone().requires_grad_()
+        weight = given.weight[shard].clone().requires_grad_(trains_weight)
+        teacher = given.teacher_hidden[mine], given.teacher_weight[shard]
+        options: dict[str, Any] = {"tp_group": group, "sequence_parallel": True}
+        loss = linear_divergence(hidden, weight, *teacher, schedule="cached", **options)
+        earlier = len(group.calls)
+        loss.backward()
+        return [call.split()[0] for call in group.calls[earlier:]]
+
+    expected = ["allgather"] * trains_weight + ["reduce_scatter"]
+    assert run_ranks(rank, 2) == [expected] * 2

@@ -98,13 +98,13 @@ def test_values_of_a_tensor_concern_their_own_token(impl):
             assert torch.equal(found[name], expected[name]), name
     token = int(inputs.labels.ne(IGNORE).nonzero()[3])
     given = inputs.hidden, inputs.weight, inputs.labels
-    for bad in (0.0, -1.0, torch.nan, -torch.inf):
+    for bad in (0.0, 1e-45, -1.0, torch.nan, torch.inf, -torch.inf):
         spoilt[token] = bad
         for options in ({}, {"skip_ignored": True}):
             said = complaint(linear_cross_entropy, *given, temperature=spoilt, impl=impl, **options)
             assert said == (
-                "temperature must be above 0 for each token that counts, got 0, a negative number "
-                f"or NaN at token {token}"
+                "temperature must be finite and above 0 for each token that counts, got 0, "
+                f"infinity, NaN or a negative number at token {token}"
             )
 
 
@@ -114,7 +114,7 @@ def test_scores_refuse_a_temperature_of_a_token_with_ids_alone():
     spoilt = torch.tensor([1.0, torch.nan, 2.0])
     assert linear_logprob(*given, temperature=spoilt).logprob.isfinite().all()
     spoilt[2] = 0.0
-    assert "NaN at token 2" in complaint(linear_logprob, *given, temperature=spoilt)
+    assert "negative number at token 2" in complaint(linear_logprob, *given, temperature=spoilt)
     flat = torch.tensor([3, 4, -1, 5])
     spoilt = torch.tensor([1.0, -1.0, 0.0])
     for cuts, said in (([0, 2, 2, 4], "token 2"), ([0, 2, 4, 4], "token 1"), ([0, 4, 4, 4], "")):

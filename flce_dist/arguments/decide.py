@@ -117,7 +117,7 @@ def planned(
     schedule: Compilable = choose_schedule(
         T=T,
         V=V,
-        itemsize=max(2, hidden.element_size()),
+        itemsize=hidden.element_size(),
         schedule=name if any(needs) else "recompute",
         max_logits_bytes=options.max_logits_bytes,
         expressible=_is_expressible(options, hidden.dtype, rows * P),

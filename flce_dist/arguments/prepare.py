@@ -12,7 +12,7 @@ from flce_dist.arguments.decided_once import calls, facts_of
 from flce_dist.arguments.passed import Arguments
 from flce_dist.core.call import Call, Needs, Operands, as_stored
 from flce_dist.core.interface import Schedule
-from flce_dist.kernels.rows.counted_tokens import counted_tokens
+from flce_dist.kernels.rows.counted_tokens import counted_tokens, counts
 from flce_dist.parallel import collectives
 from flce_dist.torch_private.devices import assert_soon
 
@@ -47,7 +47,9 @@ def prepare(
     inverse_temperature = None
     if temperature is not None:
         temperature = of_tokens(temperature)
-        inverse_temperature = temperature.reciprocal().where(temperature > 0, torch.nan)
+        inverse = temperature.reciprocal()
+        is_usable = (inverse > 0) & (inverse < torch.inf)
+        inverse_temperature = inverse.where(is_usable, torch.nan)
     if scores is None:  # else it only had their shape
         if labels.dim() != 1:
             labels = labels.reshape(-1)
@@ -76,11 +78,11 @@ def counted_operands(call: Call, operands: Operands) -> Operands:
     places = None
     n_counted = None
     inverse = operands.inverse_temperature
-    weights = token_weight if call.chooses_tokens else None  # else those of weight 0 count, too
+    weights = token_weight if options.chooses_tokens else None  # else those of weight 0 count, too
     check_labels(call, labels, weights, inverse)
-    if inverse is None and not call.chooses_tokens:
+    if inverse is None and not options.chooses_tokens:
         return operands
-    if call.chooses_tokens:
+    if options.chooses_tokens:
         places, labels, token_weight, n_counted = counted_tokens(
             labels, token_weight, call.T, ignore_index=options.ignore_index
         )
@@ -104,8 +106,9 @@ def check_labels(
     """Check that the labels [T] that count are in the vocabulary, and are at most max_counted.
 
     With ``token_weight`` [T] those of weight 0 do not count. Also check the temperatures of those
-    that do: ``inverse`` [T] is NaN where one is not above 0. On a GPU, for which the host must not
-    wait, ``logits_at_ids`` and ``counted_tokens`` assert all this.
+    that do: ``inverse`` [T] is NaN where one is not finite and above 0. On a GPU, for which the
+    host must not wait, ``logits_at_ids`` asserts labels and temperatures, ``counted_tokens`` how
+    many count. Functions without ``logits_at_ids`` call ``check_temperatures`` themselves.
     """
     if labels.is_cuda:
         return
@@ -115,9 +118,7 @@ def check_labels(
     max_counted = options.max_counted
     P = collectives.group_size(call.tp_group)
     T_of_rank = len(labels) // P if options.data_parallel else None
-    counted = labels != ignore_index
-    if token_weight is not None:
-        counted &= token_weight != 0
+    counted = counts(labels, token_weight, ignore_index)
     if max_counted is not None and (n_counted := int(counted.sum())) > max_counted:
         of_all = " on all ranks" if options.data_parallel else ""
         raise ValueError(
@@ -164,14 +165,14 @@ def check_temperatures(
     """
     if inverse is None:
         return
-    words = f"{name} must be above 0 for each token that counts"
+    words = f"{name} must be finite and above 0 for each token that counts"
     bad = inverse.isnan() & counted
     if bad.is_cuda:
         assert_soon(~bad.any(), words)
     elif bad.any():
         where = int(bad.to(torch.uint8).argmax())
         place = _place(where, T_of_rank)
-        raise ValueError(f"{words}, got 0, a negative number or NaN at {place}")
+        raise ValueError(f"{words}, got 0, infinity, NaN or a negative number at {place}")
 
 
 def _place(where: int, T_of_rank: int | None) -> str:

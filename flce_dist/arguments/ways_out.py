@@ -16,7 +16,7 @@ def as_tensor(name: str, x: object) -> str:
     """Return the way out if x is no tensor but has one, or holds the numbers of one."""
     if isinstance(x, nn.Module) and isinstance(getattr(x, "weight", None), Tensor):
         return f": pass {name}.weight"
-    if isinstance(x, list) or hasattr(x, "__array__"):
+    if isinstance(x, list) or type(x).__module__ == "numpy":
         return f": pass torch.as_tensor({name})"
     return ""
 

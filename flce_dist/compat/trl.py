@@ -57,7 +57,7 @@ class ChunkedLogProbFunction:
         if "log_sum_sq_probs" in outputs or "mean_logits" in outputs:
             with torch.no_grad():  # of logits twice as large
                 twice = scored(temperature=temperature / 2, label_smoothing=1.0)
-                results["log_sum_sq_probs"] = 2 * out.logprob - twice.logprob
+                results["log_sum_sq_probs"] = twice.lse - 2 * out.lse  # also of a banned target
                 results["mean_logits"] = (twice.lse - twice.loss) / 2
         return -out.loss, *(results[x] if x in outputs else None for x in OUTPUTS)
 

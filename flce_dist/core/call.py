@@ -119,11 +119,6 @@ class Call:
         )
 
     @cached_property
-    def chooses_tokens(self) -> bool:
-        """Whether tokens that count are computed before others, or alone."""
-        return self.options.chooses_tokens
-
-    @cached_property
     def accumulates_dweight(self) -> bool:
         """Whether backward adds dweight to the trainer's accumulator."""
         return self.needs.weight and self.options.accumulate_dweight

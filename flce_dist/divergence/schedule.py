@@ -16,7 +16,7 @@ from torch import Tensor
 from flce_dist.core.call import Call, Operands, gathered_logits
 from flce_dist.core.dlogits import Chunk
 from flce_dist.core.gradients import Gradients, new_dweight
-from flce_dist.core.interface import Backward, Outputs, Results, Saved
+from flce_dist.core.interface import Accumulator, Backward, Outputs, Results, Saved
 from flce_dist.core.sections import (
     Section,
     in_order_of_sections,
@@ -28,15 +28,15 @@ from flce_dist.core.statistics import early_norm
 from flce_dist.divergence.pair import Gathered, Pair, Teacher, TeacherOperands, ranges
 from flce_dist.divergence.taken import Taken
 from flce_dist.kernels.divergence.formulas import Measure, PairStats
-from flce_dist.kernels.logits.operands import ColumnCache, ShardLogits, new_window
+from flce_dist.kernels.logits.operands import ColumnCache, new_window
 from flce_dist.kernels.rows.formulas import RowGradient, root_of_large, token_dloss
-from flce_dist.parallel.collectives import TokenGather
 from flce_dist.parallel.counted import at_places, put_back
 from flce_dist.schedules.saved_gradients import (
     SavedGradients,
     factors_of_forward,
     times_upstream,
 )
+from flce_dist.schedules.windows import closed
 
 
 @dataclass(frozen=True)
@@ -197,12 +197,14 @@ class DivergenceCached(Divergence):
             ignore_index = call.options.ignore_index
             call.kernels.scale_rows(d, root, labels, ignore_index=ignore_index, out=out)
             d = out
-        gather, logits = gathered_logits(call, operands)
-        gather.start()
+        chunk = _chunk((0, self.T), operands.labels, d, scale, size, operands.n_counted)
+        if call.needs.weight:
+            gather, logits = gathered_logits(call, operands)
+            gather.start()
+            chunk = chunk._replace(gather=gather, logits=logits)
         gradients = Gradients(call, operands, request.accumulator)
-        gradients.add(_chunk((0, self.T), gather, logits, d, scale, size))
-        gather.wait()  # even if nothing read it: copies must not outlive their buffer
-        return gradients.finished()
+        gradients.add(chunk)
+        return closed(gradients, chunk)
 
 
 class DivergenceRecomputed(Divergence):
@@ -226,10 +228,26 @@ class DivergenceRecomputed(Divergence):
         teacher = TeacherOperands(*saved[n:])
         assert operands is not None
         taken = Taken(call, self.sections(call, operands))
-        gradients = Gradients(call, operands, request.accumulator, sections=taken.sections)
+        accumulator = self._accumulator(request)
+        gradients = Gradients(call, operands, accumulator, sections=taken.sections)
         slope, scale = _factors(call, operands, norm, request.upstream.loss)
         self.add_groups(taken, teacher, gradients, slope, scale, stats)
-        return gradients.finished()
+        dhidden, dweight, dbias = gradients.finished()
+        if dweight is not None and accumulator is not request.accumulator:
+            assert request.accumulator is not None
+            out, adds = request.accumulator
+            dweight = out.add_(dweight) if adds else out.copy_(dweight)
+        return dhidden, dweight, dbias
+
+    def _accumulator(self, request: Backward) -> Accumulator | None:
+        """Return the caller's, or a wider one where several groups would be rounded in it."""
+        accumulator = request.accumulator
+        if accumulator is None or self.T <= self.group_t:
+            return accumulator
+        dtype = torch.promote_types(accumulator.out.dtype, self.dweight_dtype)
+        if dtype == accumulator.out.dtype:
+            return accumulator
+        return new_dweight(accumulator.out, dtype)
 
 
 def _group(
@@ -246,32 +264,33 @@ def _group(
     else:
         size = pair.compute_again(tokens, stats, slope, d)
     factor = None if scale is None else scale[slice(*tokens)]
-    return _chunk(tokens, pair.gather, pair.student, d, factor, size)
+    logits = pair.student.tokens(*tokens)
+    chunk = _chunk(tokens, logits.labels, d, factor, size, logits.n_counted)
+    return chunk._replace(gather=pair.gather, logits=logits)
 
 
 def _chunk(
     tokens: tuple[int, int],
-    gather: TokenGather,
-    logits: ShardLogits,
+    labels: Tensor,
     d: Tensor,
     scale: Tensor | None,
     size: Tensor | None,
+    n_counted: Tensor | None,
 ) -> Chunk:
-    """Return what ``Gradients`` adds: D [N, V], and the factors [N] that it lacks, if any."""
-    part = logits.tokens(*tokens)
+    """Return what ``Gradients`` adds without hidden: D [N, V], and factors [N] that it lacks."""
     unused = d.new_empty(len(d))  # since D is not made of it
     if scale is not None and size is not None:
         scale = scale * size
     return Chunk(
         tokens=tokens,
-        labels=part.labels,
+        labels=labels,
         rows=RowGradient(scale, unused, unused, (), None),
         cache=ColumnCache((d,)),
         cached_reference=None,
-        gather=gather,
-        logits=part,
-        window_v=max(1, part.V),
-        n_counted=part.n_counted,
+        gather=None,
+        logits=None,
+        window_v=max(1, d.shape[1]),
+        n_counted=n_counted,
     )
 
 

@@ -49,12 +49,13 @@ def token_sum(
 
     Under ``sequence_parallel`` a rank gets the sum of its own [T / P, H], in ``out`` if that is
     given, else of all tokens. ``places`` are those of the share's tokens among ``T_all``, which the
-    sum has.
+    sum has; ``out`` is then None.
     """
     if places is None:
         return _sum_over_ranks(
             shape, dtype, device, group, sequence_parallel=sequence_parallel, out=out
         )
+    assert out is None, "the sum of chosen tokens has a buffer of its own"
     if group is None or not sequence_parallel:
         of_chosen = _sum_over_ranks(
             shape, dtype, device, group, sequence_parallel=sequence_parallel

@@ -123,7 +123,8 @@ def _computing_once(
 def _bytes_to_compute_once(shape: Shape, *, reduces: bool) -> int:
     """Return the least budget with which ``auto``, given none, computes no logits again.
 
-    It is that of up to ``_MANY_TOKENS`` at once; of more, chunks of half as many may do.
+    It is that of up to ``_MANY_TOKENS`` at once; of more, chunks of half as many may do. Of fp32
+    operands the cache holds half of the columns in it.
     """
     T = shape.T
     V = shape.V

@@ -16,7 +16,6 @@ from flce_dist.arguments.options import LossOptions, Over, ScoreOptions, keyword
 from flce_dist.arguments.passed import (
     Arguments,
     in_callers_order,
-    may_have_dtensors,
     settled,
     shape_of_tokens,
     tempered,
@@ -80,8 +79,9 @@ def linear_logprob(
         over: what probabilities are normalised over: "vocabulary", or "ids", the set of the token's
             own ids, which needs no pass over the vocabulary: time and memory are those of N rows.
         temperature: a number above 0, or float [...], the same on every rank; it divides the
-            logits after softcap, and gets no gradient. A value that is not above 0 is an
-            error, on a GPU a failed device assertion. Values of ignored tokens are not read.
+            logits after softcap, and gets no gradient. A value that is not finite and
+            above 0 is an error, on a GPU a failed device assertion. Those of ignored tokens are
+            not read.
         with_entropy: also return the entropy of what ``over`` names.
         bias, tp_group: as for ``linear_cross_entropy``.
         **options: softcap, logit_scale, vocab_size, vocab_range, sequence_parallel, sequence_dim,
@@ -161,8 +161,7 @@ def _check_schedule(over: Over, options: LossOptions) -> None:
 def _scored(arguments: Arguments, ids: Tensor, offsets: Tensor | None, over: Over) -> TokenScores:
     weight = arguments.weight  # as the caller passed it
     with refusals_told("linear_logprob", arguments.tp_group, arguments.hidden):
-        if may_have_dtensors(arguments):
-            arguments = localized(arguments)
+        arguments = localized(arguments)
         hidden, local, labels, bias, _, temperature, options, tp_group = arguments
         ids = local_of("ids", ids, Replicate(), tp_group)
         offsets = local_of("offsets", offsets, Replicate(), tp_group)

@@ -81,7 +81,7 @@ def _logits_at_ids_kernel(
     if inverse_temperature_ptr is not None:
         counts = (n < N) & (id != ignore_index)
         inverse = tl.load(inverse_temperature_ptr + token, mask=counts, other=1.0)
-        tl.device_assert(inverse == inverse, "temperature must be above 0")
+        tl.device_assert(inverse == inverse, "temperature must be finite and above 0")
         z *= inverse
     tl.store(out_ptr + n, tl.where(is_here, z, 0.0), mask=n < N)
 

@@ -11,11 +11,15 @@ from torch import Tensor
 from flce_dist.kernels import gemm
 from flce_dist.kernels.ids.token_ids import IdEntries, TokenIds, are_first
 from flce_dist.kernels.rows.formulas import FAR, TokenStats, finite, softcap_grad
+from flce_dist.torch_private.devices import assert_soon
 
 
 def set_scores(
     z: Tensor, ids: TokenIds, unnamed: TokenStats | None, *, vocab_size: int, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    if z.is_cuda:  # on a CPU the host has checked them
+        is_known = (ids.ids >= -1) & (ids.ids < vocab_size)
+        assert_soon(is_known.all(), f"ids must be within [0, {vocab_size}), or -1 for padding")
     T = len(ids.offsets) - 1
     N = len(z)
     token = ids.token

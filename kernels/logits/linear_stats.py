@@ -7,9 +7,10 @@ exponentials relative to the token's ``first_reference`` (``formulas.py``), redu
 to a maximum of the tile and to sums of groups of its columns, and stores them where there is a
 cache. Each tile writes partial statistics of its own: there are no atomics. ``merge_stats`` adds
 them up exactly, so the result is bitwise the same however columns are cut into shards, windows and
-tiles. A large vocabulary is processed in segments of columns, one launch each, so that partial
-statistics stay within 17 MiB, with sums of small groups 40; a segment has a column of tiles at
-least, whose statistics of a million tokens are up to 100 MiB.
+tiles at multiples of ``group_v``, which ``tp_invariant`` fixes. A large vocabulary is processed in
+segments of columns, one launch each, so that partial statistics stay within 17 MiB, with sums of
+small groups 40; a segment has a column of tiles at least, whose statistics of a million tokens are
+up to 100 MiB.
 """
 
 import torch
