@@ -156,15 +156,18 @@ def test_triton_on_other_gpus(capability: Any, hip: Any, message: str, monkeypat
 WRONG_ON_A_GPU = """
 import sys
 import torch
-from flce_dist import linear_cross_entropy
+from flce_dist import linear_cross_entropy, linear_logprob
 
 hidden = torch.randn(70, 64, device="cuda", dtype=torch.bfloat16)
 weight = torch.randn(48, 64, device="cuda", dtype=torch.bfloat16)
 labels = torch.arange(70, device="cuda") % 40
 labels[::7] = -100
+ids = labels.clamp_min(-1)[:, None].contiguous()
 temperature = torch.ones(70, device="cuda")
 
 def loss(impl):
+    if name == "ids":
+        return linear_logprob(hidden, weight, ids, vocab_size=40, impl=impl)
     most = 60 if token == 0 else None  # ignored until now
     return linear_cross_entropy(
         hidden, weight, labels, vocab_size=40, impl=impl, max_counted=most, temperature=temperature
@@ -174,7 +177,7 @@ impl, token, wrong, name = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.
 for _ in range(3):  # compiles and loads kernels, for which the host may wait
     loss(impl)
 torch.cuda.synchronize()
-{"labels": labels, "temperature": temperature}[name][token] = wrong
+{"labels": labels, "temperature": temperature, "ids": ids}[name][token] = wrong
 if impl == "triton":
     torch.cuda.set_sync_debug_mode("error")
     torch.cuda._sleep(1 << 28)  # else the assertion may fail while the host still launches
@@ -192,18 +195,19 @@ print("not noticed", flush=True)
     ("eager", 69, 40, "labels must be within [0"),
     *((impl, 0, 4, "max_counted must be at least") for impl in ("triton", "eager")),
     *((impl, 69, 0, "temperature must be finite and above 0") for impl in ("triton", "eager")),
+    *((impl, 69, 40, "ids must be within [0") for impl in ("triton", "eager")),
 ], ids=[
     "a padding row", "-1", "beyond 2**31", "eager", "too many", "too many, eager",
-    "temperature", "temperature, eager",
+    "temperature", "temperature, eager", "ids", "ids, eager",
 ])  # fmt: skip
-def test_a_wrong_label_or_temperature_on_a_gpu_ends_the_process(
+def test_a_wrong_value_of_a_token_on_a_gpu_ends_the_process(
     impl: str, token: int, wrong: int, said: str
 ) -> None:
     """In a process of its own: a device-side assertion leaves the CUDA context unusable.
 
     The host of the kernels must not wait for it; eager's waits anyway, to find rows to rescue.
     """
-    name = "temperature" if "temperature" in said else "labels"
+    name = next((x for x in ("temperature", "ids") if said.startswith(x)), "labels")
     command = [sys.executable, "-c", WRONG_ON_A_GPU, impl, str(token), str(wrong), name]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode != 0

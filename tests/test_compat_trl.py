@@ -76,6 +76,17 @@ def test_results_and_gradients(temperature, scale, softcap, biased):
     assert not any(x.requires_grad for x in found[2:])
 
 
+def test_a_target_that_is_banned():
+    """Its log-probability is -inf; the sum of squares is that of the other ids."""
+    hidden, weight, bias = (x.detach() for x in operands())
+    bias[TARGETS[3]] = -torch.inf
+    names = ("logprobs", *compat.OUTPUTS)
+    found = dict(zip(names, apply(hidden, weight, bias, TARGETS, 0.7), strict=True))
+    expected = dict(zip(names, textbook(hidden, weight, bias, 0.7), strict=True))
+    assert found["logprobs"][3] == -torch.inf
+    close(found["log_sum_sq_probs"], expected["log_sum_sq_probs"], 1e-5)
+
+
 def test_only_what_is_asked_for():
     given = operands()
     for name in compat.OUTPUTS:
