@@ -2,7 +2,9 @@
 
 All accumulate in fp32 (fp64 for fp64 operands) and round once. But where a result has 16 bits and
 few tiles, cuBLAS may cut the sum into parts and round each, unless PyTorch's
-``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`` (or fp16) is off.
+``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`` (or fp16) is off. Of fp32
+operands cuBLAS takes TF32 where ``torch.set_float32_matmul_precision`` allows it; our own kernels
+never do.
 A CPU has no GEMM of 16-bit operands with an fp32 result, so there slices are upcast.
 
 T = tokens, W = columns of a window, H = hidden.

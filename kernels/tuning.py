@@ -41,6 +41,9 @@ TILES = {
     (INTERPRETED, 4): TileConfig(32, 64, 32, 2, 4, 1),
 }
 
+LARGEST_TILE_T = max(config.BLOCK_T for config in TILES.values())
+"""Tokens up to which D beyond those that count is 0, since a tile of any kernel may read it."""
+
 # With one block of tokens each row of weight is read once, and the bytes in flight decide.
 _ONE_BLOCK = {
     ("sm_80", 2): TileConfig(64, 128, 32, 1, 4, 3),

@@ -12,9 +12,8 @@ from flce_dist.kernels.divergence.formulas import Measure, PairStats
 from flce_dist.kernels.divergence.pair_terms import log_ratios, weighted
 from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.primitives import cast, computed, exp, softcap_slope
-from flce_dist.kernels.tuning import next_power_of_2
+from flce_dist.kernels.tuning import LARGEST_TILE_T, next_power_of_2
 
-_TILE_T = 128  # tokens of the largest tile of logits, in which D that is read is 0 to the end
 _BLOCK = 4096  # columns of a token at a time
 
 
@@ -84,5 +83,5 @@ def pair_dlogits(
         T, V,
         s.stride(0), t.stride(0), out.stride(0),
         logits.scalars, measure.beta,
-        KIND=measure.kind, TILE_T=_TILE_T, BLOCK=block, num_warps=8,
+        KIND=measure.kind, TILE_T=LARGEST_TILE_T, BLOCK=block, num_warps=8,
     )  # fmt: skip
