@@ -143,9 +143,9 @@ def counted_gemm(
 
     d is [T, V] with a unit last stride, b [V, H] or [T, H] of the same dtype, row [H] fp32 a sum
     over tokens, count a scalar int32. Where a sum over tokens ends, d and b must be 0 up to a whole
-    tile of logits, as ``linear_stats``, ``dlogits``, ``pair_dlogits`` and ``scale_rows`` leave them;
-    beyond it they may hold anything. Accumulates in fp32 and rounds once, in out's dtype. Without ``sums_tokens``
-    it takes a tile of fp32 for each program, 17 MiB on an H100.
+    tile of logits, as ``linear_stats``, ``dlogits``, ``pair_dlogits`` and ``scale_rows`` leave
+    them; beyond it they may hold anything. Accumulates in fp32 and rounds once, in out's dtype.
+    Without ``sums_tokens`` it takes a tile of fp32 for each program, 17 MiB on an H100.
     """
     T, V = d.shape
     H = b.shape[1]
