@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
@@ -32,6 +32,7 @@ import torch
 import yaml
 
 from flce_dist.arguments.options import ScheduleName
+from flce_dist.launch.about import about
 from flce_dist.launch.verify.__main__ import DTYPES
 from flce_dist.launch.verify.report import share_of_budget
 from flce_dist.launch.write import write_json
@@ -176,13 +177,35 @@ def run(command: list[str], gpus: str, output: TextIO | None = None) -> int:
     return abs(subprocess.run(command, env=environment, stdout=output, stderr=output).returncode)
 
 
-def measure(command: list[str], free_groups: "SimpleQueue[str]") -> int:
-    """Run a command on one of these groups of GPUs, which no other command then uses."""
-    gpus = free_groups.get()
-    try:
-        return run(command, gpus)
-    finally:
-        free_groups.put(gpus)
+class Measuring:
+    """Runs commands on groups of GPUs, each on one that no other command then uses.
+
+    What has succeeded once at this commit is not run again: ``out`` has a note of it.
+    """
+
+    def __init__(self, out: Path, groups: list[str]):
+        self._out = out
+        self._commit = str(about(torch.device("cpu"))["commit"])
+        self._free: SimpleQueue[str] = SimpleQueue()
+        for gpus in groups:
+            self._free.put(gpus)
+
+    def run(self, name: str, command: list[str]) -> int:
+        """Run the command that measures a file; return its exit status, and say one above 0."""
+        note = self._out / f"{name}.done"
+        if note.exists() and note.read_text() == self._commit:
+            print(f"{name}: measured before")
+            return 0
+        gpus = self._free.get()
+        try:
+            status = run(command, gpus)
+        finally:
+            self._free.put(gpus)
+        if status == 0:
+            note.write_text(self._commit)
+        else:
+            print(f"{name}: not measured, exit status {status}")
+        return status
 
 
 def groups_of_gpus(size: int) -> list[str]:
@@ -226,8 +249,12 @@ def closest(parts: list[dict[str, Any]]) -> dict[str, Any]:
             if share >= shares.get((dtype, name), 0.0):
                 shares[dtype, name] = share
                 row |= {name: error, f"{name}_budget": budget, f"{name}_case": case}
-    about = {**parts[0], "passed": passed, "what": "errors closest to their budgets, relative RMS"}
-    return {"about": about, "records": list(rows.values())}
+    described = {
+        **parts[0],
+        "passed": passed,
+        "what": "errors closest to their budgets, relative RMS",
+    }
+    return {"about": described, "records": list(rows.values())}
 
 
 def verify(name: str, parts: list[list[str]], groups: list[str], out: Path) -> int:
@@ -257,18 +284,15 @@ def measure_all(machine: str, out: Path, text: Path | None) -> int:
     todo = commands(machine, out)
     groups = groups_of_gpus(plan["gpus"])
     out.mkdir(parents=True, exist_ok=True)
-    free: SimpleQueue[str] = SimpleQueue()
-    for gpus in groups:
-        free.put(gpus)
-    measured = partial(measure, free_groups=free)
+    measuring = Measuring(out, groups)
     checks = {name: todo.pop(name) for name in list(todo) if name.startswith("verify")}
-    status = [measured(*todo.pop(name)) for name in plan["alone"]]
+    status = [measuring.run(name, *todo.pop(name)) for name in plan["alone"]]
     for name, command in training_commands(machine, out, text).items():
-        status.append(measured(command))
+        status.append(measuring.run(name, command))
         for compared in (out / name).glob("compare.*"):  # of a single run
             shutil.copy(compared, out / f"{name}{compared.suffix}")
     with ThreadPoolExecutor(len(groups)) as pool:
-        status += pool.map(measured, [command for (command,) in todo.values()])
+        status += pool.map(lambda name: measuring.run(name, *todo[name]), todo)
     status += [verify(name, parts, groups, out) for name, parts in checks.items()]
     return max(status, default=0)
 

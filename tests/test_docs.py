@@ -158,12 +158,12 @@ def test_training_is_measured_by_configurations_that_load(capsys, tmp_path):
     assert capsys.readouterr().out == "training-x2: not measured, since it needs --text\n"
 
 
-def test_a_run_that_trains_leaves_its_comparison_as_a_result(monkeypatch, tmp_path):
+def test_a_run_that_trains_leaves_its_comparison_as_a_result(monkeypatch, capsys, tmp_path):
     files, new = tmp_path / "files", tmp_path / "new"
     files.mkdir()
     writes = "import pathlib, sys; folder = pathlib.Path(sys.argv[1]); folder.mkdir(); "
     writes += "[(folder / f'compare.{x}').write_text(x) for x in ('json', 'png')]"
-    command = [sys.executable, "-c", writes, f"{new / 'head'}"]
+    command = [sys.executable, "-c", writes, f"{new / 'head'}"]  # fails if it runs again
     plan = {"gpus": 1, "alone": [], "files": {}, "training": {"head": "train"}}
     monkeypatch.setattr(results, "spec", lambda: {"machines": {"one": plan}, "figures": []})
     monkeypatch.setattr(results, "training_commands", lambda *_: {"head": command})
@@ -171,6 +171,11 @@ def test_a_run_that_trains_leaves_its_comparison_as_a_result(monkeypatch, tmp_pa
     monkeypatch.setattr(results, "FILES", files)
     monkeypatch.setattr(results, "PAGES", [])
     assert results.measure_all("one", new, None) == 0
+    assert results.measure_all("one", new, None) == 0
+    assert capsys.readouterr().out == "head: measured before\n"
+    (new / "head.done").write_text("another commit")
+    assert results.measure_all("one", new, None) == 1
+    assert capsys.readouterr().out == "head: not measured, exit status 1\n"
     results.show(new)
     taken = {file.name: file.read_text() for file in files.iterdir()}
     assert taken == {"head.json": "json", "head.png": "png"}
