@@ -51,11 +51,11 @@ def _on_ranks(values: Sequence[str]) -> str:
     )
 
 
-def raise_if_any(differences: Sequence[str]) -> None:
+def raise_if_any(complaints: Sequence[str]) -> None:
     """Raise one ``ValueError`` for all of these, with a hint if there is one for the first."""
-    if not differences:
+    if not complaints:
         return
-    text = "; ".join(differences)
+    text = "; ".join(complaints)
     hints = (hint for name, hint in _HINTS.items() if f"{name} is" in text)
     hint = next(hints, None)
     raise ValueError(f"ranks must call alike: {text}" + (f"; {hint}" if hint else ""))

@@ -107,10 +107,10 @@ class Gradients:
             if self.dhidden is not None and chunk.tokens[0] == 0:
                 self.dhidden.begin(section)
         windows = split_columns(call, chunk)
-        cached = [w for w in windows if w.cached is not None and not chunk.rescales(call)]
-        recomputed = windows[len(cached) :]
+        ready = [w for w in windows if w.cached is not None and not chunk.rescales(call)]
+        made_now = windows[len(ready) :]  # computed again, or rescaled
         # D from forward lacks the tokens' scales; D that is computed now can contain them.
-        contains_scale = not cached and not call.is_fp16
+        contains_scale = not ready and not call.is_fp16
         rows = chunk.rows.folded() if contains_scale else chunk.rows
 
         reads_hidden_again = windows[-1].cached is None or chunk.again is not None
@@ -125,11 +125,11 @@ class Gradients:
             in_place=contains_scale or not reads_hidden_again,
         )
         if dhidden is not None:  # while hidden is being gathered
-            for start, end, d in dlogits(call, chunk, rows, cached):
+            for start, end, d in dlogits(call, chunk, rows, ready):
                 dhidden.add(start, end, d)
-        for start, end, d in dlogits(call, chunk, rows, cached):
+        for start, end, d in dlogits(call, chunk, rows, ready):
             parameters.add(start, end, d)
-        for start, end, d in dlogits(call, chunk, rows, recomputed):
+        for start, end, d in dlogits(call, chunk, rows, made_now):
             if dhidden is not None:
                 dhidden.add(start, end, d)
             parameters.add(start, end, d)

@@ -1,5 +1,7 @@
 """dhidden, first of a chunk, then summed over ranks.  T = tokens, H = hidden size."""
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -67,6 +69,13 @@ class HiddenGradient:
         """The sum over ranks; its ``tokens`` [T, H] are this rank's share."""
         assert self._sum is not None
         return self._sum
+
+    @cached_property
+    def sum_of_weight(self) -> Tensor:
+        """The sum [H] of weight's real rows here, in the dtype of statistics."""
+        weight = self.weight[: self.call.V]
+        ones = weight.new_ones(len(weight), dtype=self.call.stats_dtype)
+        return gemm.weighted_row_sum(ones, weight)
 
     def begin(self, section: Section) -> None:
         """End the sum of the last section's dhidden over ranks, and begin that of this one."""
@@ -141,8 +150,7 @@ class ChunkOfHidden:
         rows = self._rows
         plus = None
         if rows.uniform is not None:
-            weight = self._gradient.weight[: call.V]
-            plus = rows.uniform, gemm.weighted_row_sum(rows.uniform.new_ones(len(weight)), weight)
+            plus = rows.uniform, self._gradient.sum_of_weight
         total = self._gradient.sum
         total.acquire()
         out = rows_of(total.tokens, *self._tokens)

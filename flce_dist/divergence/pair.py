@@ -125,8 +125,8 @@ class Pair:
         for first, last in ranges(*tokens, self.chunk_t):
             self._next_stats(first, last)
 
-    def compare(self, tokens: tuple[int, int], slope: Tensor, d: Tensor) -> Tensor | None:
-        """Take them and write D, ``slope`` [T] included, to d [N, V].
+    def compare(self, tokens: tuple[int, int], in_d: Tensor, d: Tensor) -> Tensor | None:
+        """Take them and write D, with the factors ``in_d`` [T], to d [N, V].
 
         In fp16 it is divided by the tokens' sizes [N], which are returned.
         """
@@ -134,18 +134,18 @@ class Pair:
         for first, last in ranges(*tokens, self.chunk_t):
             stats = self._next_stats(first, last)
             part = d[first - tokens[0] : last - tokens[0]]
-            sizes.append(self._write(first, last, stats, slope, part))
+            sizes.append(self._write(first, last, stats, in_d, part))
         return _joined(sizes)
 
     def compute_again(
-        self, tokens: tuple[int, int], stats: PairStats, slope: Tensor, d: Tensor
+        self, tokens: tuple[int, int], stats: PairStats, in_d: Tensor, d: Tensor
     ) -> Tensor | None:
         """Write D to d, from statistics [T] that are known; return sizes as ``compare``."""
         sizes = []
         for first, last in ranges(*tokens, self.chunk_t):
             self._logits(first, last)
             part = d[first - tokens[0] : last - tokens[0]]
-            sizes.append(self._write(first, last, stats.tokens(first, last), slope, part))
+            sizes.append(self._write(first, last, stats.tokens(first, last), in_d, part))
         return _joined(sizes)
 
     @property
@@ -250,11 +250,11 @@ class Pair:
         return self._of_ranks(sums)
 
     def _write(
-        self, first: int, last: int, stats: PairStats, slope: Tensor, d: Tensor
+        self, first: int, last: int, stats: PairStats, in_d: Tensor, d: Tensor
     ) -> Tensor | None:
         s, t = self._stored(last - first)
         student = self.student.tokens(first, last)
-        scale = slope[first:last]
+        scale = in_d[first:last]
         size = None
         if self.call.is_fp16:
             # D and hidden times the size are both as far from fp16's least number as can be.

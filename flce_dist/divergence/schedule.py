@@ -108,26 +108,26 @@ class Divergence:
         taken: Taken,
         teacher: TeacherOperands,
         gradients: Gradients,
-        slope: Tensor,
+        in_d: Tensor,
         scale: Tensor | None,
         stats: PairStats | None = None,
     ) -> None:
         """Add the gradients of all groups, from statistics that are taken now or are known.
 
-        ``slope`` and ``scale`` [T] are of tokens in order, ``stats`` as ``Taken`` has them.
+        ``in_d`` and ``scale`` [T] are of tokens in order, ``stats`` as ``Taken`` has them.
         """
-        slope = in_order_of_sections(slope, taken.sections)
+        in_d = in_order_of_sections(in_d, taken.sections)
         scale = None if scale is None else in_order_of_sections(scale, taken.sections)
         done = 0  # tokens of earlier sections
         pair = self.pair(taken.sections[0], teacher, keeps_logits=True)
         for section, following in with_next(taken.sections):
             T = section.call.T
             of_section = slice(done, done + T)
-            slope_of_section = slope[of_section]
+            in_d_of_section = in_d[of_section]
             scale_of_section = None if scale is None else scale[of_section]
             stats_of_section = None if stats is None else stats.tokens(done, done + T)
             for tokens in ranges(0, T, self.group_t):
-                chunk = _group(pair, tokens, slope_of_section, scale_of_section, stats_of_section)
+                chunk = _group(pair, tokens, in_d_of_section, scale_of_section, stats_of_section)
                 if tokens[1] == T:
                     taken.add(pair)
                     del pair  # its logits, and the teacher's hidden states
@@ -151,8 +151,8 @@ class DivergenceInForward(Divergence):
         if call.needs.weight:
             accumulator = new_dweight(operands.weight, self.dweight_dtype)
         gradients = Gradients(call, operands, accumulator, precedes=True, sections=taken.sections)
-        slope, scale = _factors(call, operands._replace(token_weight=weights), norm_in_d, None)
-        self.add_groups(taken, teacher, gradients, slope, scale)
+        in_d, scale = _factors(call, operands._replace(token_weight=weights), norm_in_d, None)
+        self.add_groups(taken, teacher, gradients, in_d, scale)
         results = _results(taken, operands, norm)
         dhidden, dweight, dbias = gradients.finished(rounds_dbias=False)
         if dweight is not None and not call.is_fp16:
@@ -178,7 +178,7 @@ class DivergenceCached(Divergence):
         pair = self.pair(taken.sections[0], teacher, keeps_logits=True)
         tokens = (0, self.T)
         d = _new_d(call, tokens, operands.labels.device)
-        size = pair.compare(tokens, _slope(call, operands), d)
+        size = pair.compare(tokens, _tempered_scale(call, operands), d)
         taken.add(pair)
         norm = early_norm(call, operands)
         return *_results(taken, operands, norm), (norm, d, size)
@@ -230,8 +230,8 @@ class DivergenceRecomputed(Divergence):
         taken = Taken(call, self.sections(call, operands))
         accumulator = self._accumulator(request)
         gradients = Gradients(call, operands, accumulator, sections=taken.sections)
-        slope, scale = _factors(call, operands, norm, request.upstream.loss)
-        self.add_groups(taken, teacher, gradients, slope, scale, stats)
+        in_d, scale = _factors(call, operands, norm, request.upstream.loss)
+        self.add_groups(taken, teacher, gradients, in_d, scale, stats)
         dhidden, dweight, dbias = gradients.finished()
         if dweight is not None and accumulator is not request.accumulator:
             assert request.accumulator is not None
@@ -253,16 +253,16 @@ class DivergenceRecomputed(Divergence):
 def _group(
     pair: Pair,
     tokens: tuple[int, int],
-    slope: Tensor,
+    in_d: Tensor,
     scale: Tensor | None,
     stats: PairStats | None,
 ) -> Chunk:
     """Return the D of tokens of a section, made now with their statistics, or from known ones."""
-    d = _new_d(pair.call, tokens, slope.device)
+    d = _new_d(pair.call, tokens, in_d.device)
     if stats is None:
-        size = pair.compare(tokens, slope, d)
+        size = pair.compare(tokens, in_d, d)
     else:
-        size = pair.compute_again(tokens, stats, slope, d)
+        size = pair.compute_again(tokens, stats, in_d, d)
     factor = None if scale is None else scale[slice(*tokens)]
     logits = pair.student.tokens(*tokens)
     chunk = _chunk(tokens, logits.labels, d, factor, size, logits.n_counted)
@@ -316,11 +316,11 @@ def _results(taken: Taken, operands: Operands, norm: Tensor | None) -> tuple[Ten
     return loss, tuple(put_back(x, places, call.T_all) for x in metrics)
 
 
-def _slope(call: Call, operands: Operands) -> Tensor:
+def _tempered_scale(call: Call, operands: Operands) -> Tensor:
     """Return the factor [T] of products ``h . w`` in tempered logits, but for the softcap."""
-    slope = torch.full_like(operands.labels, call.options.logit_scale, dtype=call.stats_dtype)
+    scale = torch.full_like(operands.labels, call.options.logit_scale, dtype=call.stats_dtype)
     inverse = operands.inverse_temperature
-    return slope if inverse is None else slope * inverse
+    return scale if inverse is None else scale * inverse
 
 
 def _token_factor(
@@ -342,9 +342,9 @@ def _factors(
 
     Of large ones D contains the square of ``root_of_large``, and the token's size the root of that.
     """
-    slope = _slope(call, operands)
+    tempered_scale = _tempered_scale(call, operands)
     scale = _token_factor(call, operands, norm, dloss)
     if not call.is_fp16:
-        return slope * scale, None
+        return tempered_scale * scale, None
     large = root_of_large(scale).square()
-    return slope * large, scale / large
+    return tempered_scale * large, scale / large

@@ -104,7 +104,7 @@ class OverVocabularyInForward:
         factor = factors.dtotal * unnamed.other.exp()
         if factors.dother is not None:
             factor = factor + factors.dother
-        factor = tokens_here(call, factor * factors.slope)
+        factor = tokens_here(call, factor * factors.tempered_scale)
         out = of_mean.mean if request.is_last else torch.empty_like(of_mean.mean)
         call.kernels.scale_rows(
             of_mean.mean,

@@ -70,13 +70,13 @@ class OverVocabulary:
         ids = named.with_offsets(operands.offsets)
         inverse = if_counted(operands.inverse_temperature, unnamed.labels, 1.0)
         factors = score_factors(call, named, ids, unnamed, request.upstream, inverse)
-        affine = tuple(x * factors.slope for x in _affine(unnamed, named.entropy, factors))
+        affine = tuple(x * factors.tempered_scale for x in _affine(unnamed, named.entropy, factors))
         rows = RowGradient(None, unnamed.reference, torch.zeros_like(factors.dtotal), affine, None)
         factor = factors.named
         if call.is_fp16:
             of_unnamed = (factors.dtotal, factors.dother, factors.dentropy)
             stacked = torch.stack([x for x in of_unnamed if x is not None])
-            size = (stacked * factors.slope).abs().amax(0)
+            size = (stacked * factors.tempered_scale).abs().amax(0)
             size.scatter_reduce_(0, ids.token, factor.abs(), "amax")
             rows = rows.balanced(size).half_folded()
             assert rows.scale is not None
@@ -143,7 +143,7 @@ class ScoreFactors(NamedTuple):
     dtotal: Tensor  # [T], of p at ids that are not named: dlse - sum of dlogprob - dother
     dother: Tensor | None  # [T], as the next one
     dentropy: Tensor | None
-    slope: Tensor | float  # of a product h . w, where there is no softcap
+    tempered_scale: Tensor | float  # of a product h . w, where there is no softcap
 
 
 def score_factors(
@@ -158,9 +158,9 @@ def score_factors(
     dlogprob, dlse, dother, dentropy = upstream
     dlse, dother, dentropy = (if_counted(x, unnamed.labels) for x in (dlse, dother, dentropy))
     scale = call.options.logit_scale
-    slope = scale if inverse is None else scale * inverse
+    tempered_scale = scale if inverse is None else scale * inverse
     if dother is not None:
-        dother = dother.masked_fill(_other_is_constant(unnamed, dother, slope), 0.0)
+        dother = dother.masked_fill(_other_is_constant(unnamed, dother, tempered_scale), 0.0)
         dlse = -dother if dlse is None else dlse - dother
     of_named, sums = call.kernels.set_gradient(
         named.z,
@@ -173,13 +173,15 @@ def score_factors(
         logit_scale=scale,
     )
     dtotal = -sums if dlse is None else dlse - sums
-    return ScoreFactors(of_named, dtotal, dother, dentropy, slope)
+    return ScoreFactors(of_named, dtotal, dother, dentropy, tempered_scale)
 
 
-def _other_is_constant(unnamed: UnnamedSaved, dother: Tensor, slope: Tensor | float) -> Tensor:
+def _other_is_constant(
+    unnamed: UnnamedSaved, dother: Tensor, tempered_scale: Tensor | float
+) -> Tensor:
     """Return where other has no gradient: its sum is 0 or so small that a factor would be inf."""
     U = unnamed.sum_e
-    size = torch.maximum(dother.abs(), (dother * slope).abs())
+    size = torch.maximum(dother.abs(), (dother * tempered_scale).abs())
     overflows = size.isfinite() & (size / U).isinf()
     return overflows | (U < torch.finfo(U.dtype).tiny)  # not where U is NaN
 

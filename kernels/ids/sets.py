@@ -197,9 +197,9 @@ def _set_gradient_kernel(
     dlse = _of_token(dlse_ptr, t)
     entropy = _of_token(entropy_ptr, t)
     dentropy = _of_token(dentropy_ptr, t)
-    slope = logit_scale
+    tempered_scale = logit_scale
     if inverse_ptr is not None:
-        slope *= tl.load(inverse_ptr + t)
+        tempered_scale *= tl.load(inverse_ptr + t)
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         id, in_set = _entries(ids_ptr, n, begin, end)
@@ -220,10 +220,12 @@ def _set_gradient_kernel(
                 g += tl.load(dlogprob_ptr + place, mask=repeats, other=0.0)
                 next += 1
             dz += tl.where(p <= 0.5, g - p * total, g - total - _expm1_near_0(logprob) * total)
-        dz *= slope
+        dz *= tempered_scale
         if softcap is not None:
             z = _logits(z_ptr, ids_ptr, n, begin, end, id)
-            dz *= softcap_slope(z, softcap, 1.0 if inverse_ptr is None else slope / logit_scale)
+            dz *= softcap_slope(
+                z, softcap, 1.0 if inverse_ptr is None else tempered_scale / logit_scale
+            )
         tl.store(dz_ptr + n, tl.where(in_set, dz, 0.0), mask=n < end)
 
 

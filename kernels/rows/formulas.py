@@ -285,9 +285,9 @@ def row_gradient_with_metrics(
     w = 1 + 2 * terms.z_loss_weight * lse
     p_scale = (-log_total).exp()
     others = stats.others * p_scale  # 1 - p_label
-    slope = torch.full_like(dloss, terms.logit_scale)
+    tempered_scale = torch.full_like(dloss, terms.logit_scale)
     if inverse_temperature is not None:
-        slope = slope * inverse_temperature
+        tempered_scale = tempered_scale * inverse_temperature
     uniform = -terms.label_smoothing / terms.vocab_size * dloss
     in_d = uniform if smooths_in_d else zero
     value = (
@@ -301,11 +301,11 @@ def row_gradient_with_metrics(
     if dmetrics[2] is not None or in_d is uniform:
         affine = (*affine, -dentropy * p_scale, in_d)
     rows = RowGradient(
-        scale=slope,
+        scale=tempered_scale,
         reference=stats.reference,
         label_value=value * softcap_grad(stats.label_logit, terms.softcap, inverse_temperature),
         affine=affine,
-        uniform=slope * uniform if terms.label_smoothing and in_d is not uniform else None,
+        uniform=tempered_scale * uniform if terms.label_smoothing and in_d is not uniform else None,
     )
     if not balances:
         return rows
