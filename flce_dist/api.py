@@ -20,6 +20,7 @@ from flce_dist.arguments.options import (
 from flce_dist.arguments.passed import (
     Arguments,
     in_callers_order,
+    may_have_dtensors,
     settled,
     tempered,
 )
@@ -267,7 +268,8 @@ def apply(
     weight = arguments.weight  # as the caller passed it
     with refusals_told(function, arguments.tp_group, arguments.hidden):
         refuse_tracing(function, arguments.hidden)
-        arguments = localized(arguments)
+        if may_have_dtensors(arguments):
+            arguments = localized(arguments)
         last_columns = None
         low_rank_columns = 0
         if low_rank is not None:

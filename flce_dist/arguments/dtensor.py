@@ -19,7 +19,7 @@ from flce_dist.arguments.check_tensors import check_group, is_dense
 from flce_dist.arguments.fsdp import gathered
 from flce_dist.arguments.meshes import dimension_of, ranks_of
 from flce_dist.arguments.options import LossOptions
-from flce_dist.arguments.passed import PLAIN, Arguments, may_have_dtensors
+from flce_dist.arguments.passed import PLAIN, Arguments
 from flce_dist.arguments.ways_out import IN_FORWARD_OF_FSDP
 from flce_dist.parallel import collectives
 from flce_dist.parallel.vocab import vocab_range
@@ -51,8 +51,6 @@ def localized(arguments: Arguments) -> Arguments:
     Only global shapes and placements are checked, so either all ranks of ``tp_group`` raise or none
     does. Options have been checked before.
     """
-    if not may_have_dtensors(arguments):
-        return arguments
     sequence_parallel = arguments.options.sequence_parallel
     check_group(arguments.tp_group, sequence_parallel=sequence_parallel)
     options = _with_dimension_of(arguments.hidden, arguments.options, arguments.tp_group)

@@ -17,6 +17,7 @@ from flce_dist.arguments.options import LossOptions, SampleOptions, TopKOptions,
 from flce_dist.arguments.passed import (
     Arguments,
     in_callers_order,
+    may_have_dtensors,
     settled,
     shape_of_tokens,
     tempered,
@@ -232,7 +233,8 @@ def _results(name: str, arguments: Arguments, schedule: TopK | Sample) -> tuple[
 @torch.no_grad()
 def _run(name: str, arguments: Arguments, schedule: TopK | Sample) -> tuple[Any, ...]:
     with refusals_told(name, arguments.tp_group, arguments.hidden):
-        arguments = localized(arguments)
+        if may_have_dtensors(arguments):
+            arguments = localized(arguments)
         hidden, weight, labels, bias, _, temperature, options, tp_group = arguments
         tokens = shape_of_tokens(hidden, options, tp_group)
         numbers = torch.arange(math.prod(tokens), device=hidden.device).view(tokens)

@@ -25,6 +25,7 @@ from flce_dist.arguments.options import LossOptions
 from flce_dist.arguments.passed import (
     Arguments,
     in_callers_order,
+    may_have_dtensors,
     settled,
     shape_of_tokens,
     tempered,
@@ -74,7 +75,9 @@ def diverged(
     """Return the loss and any metrics in the shape of the caller's tokens."""
     weight = student.weight  # as the caller passed it
     with refusals_told(function, student.tp_group, student.hidden):
-        student = _labelled(localized(student))
+        if may_have_dtensors(student):
+            student = localized(student)
+        student = _labelled(student)
         student = student._replace(temperature=tempered(student.temperature, student.labels))
         ordered, needs = settled(student)
         call, operands = prepare(ordered, needs)
@@ -158,8 +161,9 @@ def _prepared(
     hidden, weight, bias, temperature, rows, _ = teacher
     arguments = Arguments(hidden, weight, student.labels, bias, None, temperature, own, tp_group)
     check_tensor("teacher_hidden", hidden, FLOATS, student.hidden)
-    with _named_as_the_teachers():
-        arguments = localized(arguments)
+    if may_have_dtensors(arguments):
+        with _named_as_the_teachers():
+            arguments = localized(arguments)
     check_tensor("teacher_weight", arguments.weight, FLOATS, student.hidden)
     with _named_as_the_teachers():
         check_shapes(arguments.hidden, arguments.weight)

@@ -16,6 +16,7 @@ from flce_dist.arguments.options import LossOptions, Over, ScoreOptions, keyword
 from flce_dist.arguments.passed import (
     Arguments,
     in_callers_order,
+    may_have_dtensors,
     settled,
     shape_of_tokens,
     tempered,
@@ -161,7 +162,8 @@ def _check_schedule(over: Over, options: LossOptions) -> None:
 def _scored(arguments: Arguments, ids: Tensor, offsets: Tensor | None, over: Over) -> TokenScores:
     weight = arguments.weight  # as the caller passed it
     with refusals_told("linear_logprob", arguments.tp_group, arguments.hidden):
-        arguments = localized(arguments)
+        if may_have_dtensors(arguments):
+            arguments = localized(arguments)
         hidden, local, labels, bias, _, temperature, options, tp_group = arguments
         ids = local_of("ids", ids, Replicate(), tp_group)
         offsets = local_of("offsets", offsets, Replicate(), tp_group)
