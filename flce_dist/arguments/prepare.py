@@ -12,7 +12,7 @@ from flce_dist.arguments.decided_once import calls, facts_of
 from flce_dist.arguments.passed import Arguments
 from flce_dist.core.call import Call, Needs, Operands, as_stored
 from flce_dist.core.interface import Schedule
-from flce_dist.kernels.rows.counted_tokens import counted_tokens, counts
+from flce_dist.kernels.rows.counted_tokens import counted_tokens
 from flce_dist.parallel import collectives
 from flce_dist.torch_private.devices import assert_soon
 
@@ -78,11 +78,11 @@ def counted_operands(call: Call, operands: Operands) -> Operands:
     places = None
     n_counted = None
     inverse = operands.inverse_temperature
-    weights = token_weight if options.chooses_tokens else None  # else those of weight 0 count, too
+    weights = token_weight if call.chooses_tokens else None  # else those of weight 0 count, too
     check_labels(call, labels, weights, inverse)
-    if inverse is None and not options.chooses_tokens:
+    if inverse is None and not call.chooses_tokens:
         return operands
-    if options.chooses_tokens:
+    if call.chooses_tokens:
         places, labels, token_weight, n_counted = counted_tokens(
             labels, token_weight, call.T, ignore_index=options.ignore_index
         )
@@ -118,7 +118,9 @@ def check_labels(
     max_counted = options.max_counted
     P = collectives.group_size(call.tp_group)
     T_of_rank = len(labels) // P if options.data_parallel else None
-    counted = counts(labels, token_weight, ignore_index)
+    counted = labels != ignore_index
+    if token_weight is not None:
+        counted &= token_weight != 0
     if max_counted is not None and (n_counted := int(counted.sum())) > max_counted:
         of_all = " on all ranks" if options.data_parallel else ""
         raise ValueError(

@@ -119,6 +119,11 @@ class Call:
         )
 
     @cached_property
+    def chooses_tokens(self) -> bool:
+        """``LossOptions.chooses_tokens``, found once for all calls of these facts."""
+        return self.options.chooses_tokens
+
+    @cached_property
     def accumulates_dweight(self) -> bool:
         """Whether backward adds dweight to the trainer's accumulator."""
         return self.needs.weight and self.options.accumulate_dweight
