@@ -124,15 +124,22 @@ def test_what_sections_take_does_not_grow_with_tokens(frozen: str) -> None:
 def told_and_allocated(
     group: dist.ProcessGroup, T: int, H: int, dtype: torch.dtype, options: dict[str, Any]
 ) -> tuple[int, int]:
-    """Bytes of a step beyond operands and gradients on rank 0: the plan's, and those allocated."""
+    """Bytes of a step beyond operands and gradients on rank 0: the plan's, and those allocated.
+
+    The least of several steps: on a busy machine another rank's thread may keep a message longer.
+    """
     rows = T // group.size() if options["sequence_parallel"] else T
     hidden = torch.zeros(rows, H, dtype=dtype, requires_grad=True)
     weight = torch.zeros(64, H, dtype=dtype, requires_grad=True)
     operands = hidden, weight, torch.arange(T) % 128
     told = plan(*operands, tp_group=group, **options).total_bytes
-    with peak_memory("cpu") if group.rank() == 0 else nullcontext() as peak:
-        linear_cross_entropy(*operands, tp_group=group, **options).backward()
-    return told, peak.bytes - hidden.nbytes - weight.nbytes if peak else 0
+    allocated = []
+    for _ in range(3):
+        hidden.grad = weight.grad = None
+        with peak_memory("cpu") if group.rank() == 0 else nullcontext() as peak:
+            linear_cross_entropy(*operands, tp_group=group, **options).backward()
+        allocated.append(peak.bytes - hidden.nbytes - weight.nbytes if peak else 0)
+    return told, min(allocated)
 
 
 @pytest.fixture
