@@ -301,10 +301,22 @@ def test_blocks_are_of_one_sequence(group, tp, sp):
     assert layer.last_metrics.kept_share == 1 / SEQUENCES
 
 
+OF_THIS_RANK = ": pass those of whole sequences, since hidden states alone are split"
 WRONG_TOKENS = [
     ((S, B), ": pass {}.transpose(0, 1)"),
-    ((B, S // 2), ": pass those of whole sequences, since hidden states alone are split"),
-    ((B * S,), ""),
+    ((B, S // 2), OF_THIS_RANK),
+    ((B * S,), f": pass {{}}.reshape({(B, S)})"),
+    ((B, S, 1), f": pass {{}}.reshape({(B, S)})"),
+    ((B * S + 1,), ""),
+]
+WRONG_IDS = [
+    ((B, S), ": pass ids[..., None]"),
+    ((S, B), ": pass ids.transpose(0, 1)[..., None]"),
+    ((S, B, 3), ": pass ids.transpose(0, 1)"),
+    ((B, S // 2, 3), OF_THIS_RANK),
+    ((B * S,), f": pass ids.reshape({(B, S, 1)})"),
+    ((B * S, 3), f": pass ids.reshape({(B, S, 3)})"),
+    ((B, S, 3, 2), ""),
 ]
 
 
@@ -314,20 +326,59 @@ def test_tokens_of_another_shape_are_named_as_the_model_has_them(group, shape, w
     model = plugged(2, sp=True)
     args = inputs_of(batch()[0])
     bad = torch.zeros(shape, dtype=torch.long)
-    ids = bad[..., None] if bad.dim() == 2 else bad
-
-    def message(name: str, x: Tensor) -> str:
-        got = tuple(x.shape)
-        start = f"{name} must be [b, s] = {(B, S)}, as the model's tokens, got {got}"
-        return start + way_out.format(name)
-
+    start = f" must be [b, s] = {(B, S)}, as the model's tokens, got {shape}"
+    message = start + way_out.replace("{}", "labels")
     with torch.no_grad():
-        said = complaint(model, *args, labels=bad)
-        assert said == message("labels", bad)
-        assert complaint(scores, model, ids, *args) == message("ids", ids)
-        assert complaint(best_ids, model, *args, labels=bad) == message("labels", bad)
+        assert complaint(model, *args, labels=bad) == f"labels{message}"
+        assert complaint(best_ids, model, *args, labels=bad) == f"labels{message}"
         said = complaint(divergence, model, model, *args, token_weight=bad.float())
-        assert said == message("token_weight", bad)
+        assert said == "token_weight" + message.replace("labels", "token_weight")
+
+
+@pytest.mark.parametrize(("shape", "way_out"), WRONG_IDS)
+@on_ranks(2)
+def test_ids_of_another_shape_are_named_as_the_model_has_them(group, shape, way_out):
+    model = plugged(2, sp=True)
+    ids = torch.zeros(shape, dtype=torch.long)
+    start = f"ids must be [b, s, K] = ({B}, {S}, K), as the model's tokens, got {shape}"
+    assert complaint(scores, model, ids, *inputs_of(batch()[0])) == start + way_out
+
+
+@on_ranks(1)
+def test_what_is_no_model_with_an_output_layer(group):
+    model = megatron(1, False, False)
+    message = (
+        "model must have an output_layer, got a {} without one: pass the model that it is a part "
+        "of, such as a GPTModel; stages of a pipeline without output layer have post_process=False"
+    )
+    for part in (model.output_layer, model.decoder):
+        said = complaint(use_linear_cross_entropy, part)
+        assert said == message.format(type(part).__name__)
+    of_transformers = type("LlamaForCausalLM", (nn.Module,), {"__module__": "transformers.models"})
+    assert complaint(use_linear_cross_entropy, of_transformers()) == (
+        "model must have an output_layer, got a LlamaForCausalLM without one: for a model of "
+        "transformers there is flce_dist.hf"
+    )
+    assert complaint(use_linear_cross_entropy, "name") == (
+        "model must have an output_layer, got a str without one"
+    )
+
+
+@on_ranks(1)
+def test_a_model_without_the_plug_in_is_named(group):
+    plain = megatron(1, False, False)
+    model = plugged(1, sp=False)
+    tokens, labels = batch()
+    args = inputs_of(tokens)
+    message = (
+        "{0} must be one that use_linear_cross_entropy was called with, got a GPTModel without: "
+        "call use_linear_cross_entropy({0}) before it is wrapped"
+    )
+    with torch.no_grad():
+        assert complaint(scores, plain, labels[..., None], *args) == message.format("model")
+        assert complaint(best_ids, plain, *args, k=2) == message.format("model")
+        assert complaint(divergence, plain, model, *args) == message.format("model")
+        assert complaint(divergence, model, plain, *args) == message.format("teacher")
 
 
 def test_other_ranks_learn_that_one_has_tokens_of_another_shape(ranks_compared):
