@@ -331,6 +331,8 @@ def test_refusals():
     wrapped = complaint(NotImplementedError, nn.Sequential)
     assert "must be a PreTrainedModel or PeftModel, got Sequential" in wrapped
     assert complaint(NotImplementedError, nn.DataParallel).endswith("or pass model.module")
+    of_head = complaint(NotImplementedError, lambda one: one.lm_head)
+    assert of_head.endswith("got Linear: pass the model, whose output layer the plug-in finds")
     assert complaint(NotImplementedError, lambda one: "name").endswith("PeftModel, got str")
     without_head = complaint(NotImplementedError, lambda one: one.model)
     assert "got a LlamaModel without one: pass a model for causal" in without_head

@@ -161,6 +161,8 @@ def _check_kind(model: Any) -> None:
         way_out = f": call it before the model is wrapped, or pass model.{inner}"
     elif type(base).__module__.startswith("megatron."):
         way_out = ": for a model of megatron-core there is flce_dist.megatron"
+    elif isinstance(base, nn.Linear):
+        way_out = ": pass the model, whose output layer the plug-in finds"
     raise NotImplementedError(
         f"model must be a PreTrainedModel or PeftModel, got {type(base).__name__}{way_out}"
     )

@@ -112,7 +112,7 @@ def replacement_of(model: Any, layer: Any) -> type:
 
     from flce_dist.megatron import column_parallel
 
-    checks.check_layer(layer)
+    checks.check_layer(model, layer)
     if type(layer) is ColumnParallelLinear:
         replacement: type = column_parallel.ColumnParallelLinear
     elif (type(layer).__module__, type(layer).__name__) == (_FUSED, "LinearCrossEntropyModule"):
