@@ -149,6 +149,18 @@ def test_a_scale_of_the_model_and_an_output_processor(group):
         assert relative_rms(mine, other) < 1e-5
 
 
+@on_ranks(1)
+def test_no_metrics_of_an_earlier_loss_stay_behind_an_output_processor(group):
+    """Which may compute a loss of its own."""
+    model = tail_of(plugged(1, sp=False, metrics=True))
+    hidden = torch.randn(S, B, H)
+    labels = batch()[1]
+    model(hidden, labels)
+    assert model.output_layer.last_metrics is not None
+    model(hidden, labels, output_processor=lambda **given: torch.zeros(B, S))
+    assert model.output_layer.last_metrics is None
+
+
 def test_a_scale_after_a_softcap_is_refused():
     """The loss would be of softcap(scale * z), where the model's logits are scale * softcap(z)."""
     layer = mock.Mock(loss_keywords={"softcap": 5.0})

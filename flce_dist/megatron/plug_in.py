@@ -132,7 +132,9 @@ def language_model_loss(model: Any, labels: Tensor, logits: Tensor | HeadCall) -
     """
     if isinstance(logits, HeadCall):
         return logits.loss(labels)
-    checks.check_loss_of_logits(checks.fused_layer(model._modules["output_layer"]))
+    layer = checks.fused_layer(model._modules["output_layer"])
+    checks.check_loss_of_logits(layer)
+    layer.last_metrics = None
     return type(model).compute_language_model_loss(model, labels, logits)
 
 
@@ -146,13 +148,16 @@ def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     bound = _signature(model_class.forward).bind_partial(model, *args, **kwargs)
     arguments = {**kwargs, **bound.arguments}
     labels = arguments.get("labels", arguments.get("lm_labels"))  # the latter in a T5Model
-    # Megatron's logger of inputs writes the logits to disk.
-    logs = bool(getattr(model.config, "config_logger_dir", ""))
-    if (labels is None and layer.scoring is None) or logs:
+    if labels is None and layer.scoring is None:
+        return None
+    if labels is not None:
+        layer.last_metrics = None  # whoever computes the loss, if it is not ours
+    if getattr(model.config, "config_logger_dir", ""):
+        if labels is not None:
+            watchers.warn("config.config_logger_dir is set, for Megatron's logger of inputs")
         return None
     if not checks.is_plugged(model):
         checks.check_loss_of_logits(layer)
-        layer.last_metrics = None
         watchers.warn(f"{checks.LOSS} was replaced after use_linear_cross_entropy")
         return None
     vars(model)[name] = SymbolicHead(head, layer, returns_bias=name == "output_layer")
