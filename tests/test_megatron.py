@@ -359,13 +359,16 @@ def test_ids_of_another_shape_are_named_as_the_model_has_them(group, shape, way_
 @on_ranks(1)
 def test_what_is_no_model_with_an_output_layer(group):
     model = megatron(1, False, False)
-    message = (
-        "model must have an output_layer, got a {} without one: pass the model that it is a part "
-        "of, such as a GPTModel; stages of a pipeline without output layer have post_process=False"
-    )
     for part in (model.output_layer, model.decoder):
-        said = complaint(use_linear_cross_entropy, part)
-        assert said == message.format(type(part).__name__)
+        assert complaint(use_linear_cross_entropy, part) == (
+            f"model must have an output_layer, got a {type(part).__name__} without one: pass the "
+            "model that it is a part of, such as a GPTModel"
+        )
+    del model.output_layer
+    assert complaint(use_linear_cross_entropy, model) == (
+        "model must have an output_layer, got a GPTModel without one: pipeline stages without one "
+        "have post_process=False"
+    )
     of_transformers = type("LlamaForCausalLM", (nn.Module,), {"__module__": "transformers.models"})
     assert complaint(use_linear_cross_entropy, of_transformers()) == (
         "model must have an output_layer, got a LlamaForCausalLM without one: for a model of "

@@ -39,13 +39,12 @@ def check_layer(model: Any, layer: Any) -> None:
     """Raise if the model's output layer is missing, replaced already, or patched."""
     if layer is None:
         way_out = ""
-        if any(base.__module__.startswith("transformers.") for base in type(model).mro()):
+        if hasattr(model, LOSS):
+            way_out = ": pipeline stages without one have post_process=False"
+        elif any(base.__module__.startswith("transformers.") for base in type(model).mro()):
             way_out = ": for a model of transformers there is flce_dist.hf"
         elif isinstance(model, nn.Module):
-            way_out = (
-                ": pass the model that it is a part of, such as a GPTModel; stages of a pipeline "
-                "without output layer have post_process=False"
-            )
+            way_out = ": pass the model that it is a part of, such as a GPTModel"
         raise ValueError(
             f"model must have an output_layer, got a {type(model).__name__} without one{way_out}"
         )
