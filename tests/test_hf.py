@@ -106,8 +106,10 @@ def test_who_gets_logits():
         assert not plugged.train()(**batch(), logits=True).logits.requires_grad
     with torch.autocast("cpu", torch.bfloat16):
         assert plugged(**batch(), logits=True).logits.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="logits must be None, True or False, got 'yes'"):
-        ours(model, logits="yes")
+    for wrong, shown in (("yes", "'yes'"), (1, "1"), (expected, "a tensor of shape .*")):
+        for call in (lambda x: ours(model, logits=x), lambda x: plugged(**batch(), logits=x)):
+            with pytest.raises(ValueError, match=f"^logits must be None or a bool, got {shown}$"):
+                call(wrong)
 
 
 class Unknown:

@@ -224,6 +224,18 @@ def test_a_second_call_changes_options(group):
         use_linear_cross_entropy(other)
 
 
+@on_ranks(1)
+def test_flags_are_flags(group):
+    model = plugged(1, sp=False)
+    args = inputs_of(batch()[0])
+    found = complaint(use_linear_cross_entropy, model, metrics=None)
+    assert found == "metrics must be a bool, got None"
+    found = complaint(divergence, model, model, *args, with_metrics=torch.ones(2))
+    assert found == (
+        "with_metrics must be a bool, got a tensor of shape (2,) and dtype torch.float32"
+    )
+
+
 def development_layer() -> Any:
     """The development branch's layer; in a release, a subclass in its place."""
     import megatron.core.transformer as parent

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from flce_dist.arguments import values
 from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.options import TransformersOptions, keywords_of
 from flce_dist.hf.layers import PluggedLayer, is_supported, layers_of
@@ -106,8 +107,7 @@ def use_linear_cross_entropy(
         loss = model(input_ids=ids, labels=ids).loss  # without logits
     """
     checked_options(**keywords_of(use_linear_cross_entropy, options, **_FIXED))
-    if logits not in (None, True, False):
-        raise ValueError(f"logits must be None, True or False, got {logits!r}")
+    values.flag("logits", logits, optional=True)
     _check_kind(model)
     base = _base_of(model)
     _check_model(base)
@@ -245,6 +245,7 @@ def _forward_of(base: Any) -> Callable[..., Any]:
     place = [*signature.parameters].index("labels") - 1
 
     def forward(self: Any, *args: Any, logits: bool | None = None, **kwargs: Any) -> Any:
+        values.flag("logits", logits, optional=True)
         labels = args[place] if len(args) > place else kwargs.get("labels")
         settings = getattr(self, "linear_cross_entropy", None)  # None: made by type(model)(config)
         if labels is None or settings is None or settings.is_off:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from flce_dist.arguments import values
 from flce_dist.arguments.options import KEYWORDS, LossOptions, MegatronOptions, keywords_of
 from flce_dist.megatron import checks, watchers
 from flce_dist.megatron.fused_layer import FusedLayer
@@ -78,6 +79,7 @@ def use_linear_cross_entropy(
     """
     keywords = {"reduction": "none", **options}
     unchecked = LossOptions(**keywords_of(use_linear_cross_entropy, keywords, **_FIXED))
+    values.flag("metrics", metrics)
     for stage in model if isinstance(model, list) else [model]:
         if isinstance(getattr(stage, "_modules", {}).get("module"), nn.Module):
             raise ValueError(
