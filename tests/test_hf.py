@@ -293,6 +293,29 @@ def test_a_batch_in_which_no_label_counts(count, hooked):
     assert all(p.grad is None or not p.grad.any() for p in plugged.parameters())
 
 
+def test_labels_to_leave_out_have_two_ways():
+    """Those that errors name: the label -100, or the keyword of a call, as without the plug-in."""
+    model = theirs()
+    plugged = ours(model)
+    given = batch()
+    of_minus_one = given | {"labels": given["labels"].clamp(min=-1)}
+    with pytest.raises(ValueError) as found:
+        plugged(**of_minus_one)
+    assert str(found.value) == (
+        f"labels must be within [0, {VOCAB}) or ignore_index -100, got -1 at token 0: to leave "
+        "such tokens out, give them the label -100 or pass ignore_index=-1"
+    )
+    with pytest.raises(TypeError) as refused:
+        ours(model, ignore_index=-1)
+    assert str(refused.value) == (
+        "use_linear_cross_entropy() got an unexpected keyword argument 'ignore_index'. Give tokens "
+        "to leave out the label -100, or pass ignore_index to each call of the model"
+    )
+    loss = plugged(**given).loss
+    assert torch.equal(plugged(**of_minus_one, ignore_index=-1).loss, loss)
+    torch.testing.assert_close(model(**of_minus_one, ignore_index=-1).loss, loss)
+
+
 def test_refusals():
     model = theirs()
 

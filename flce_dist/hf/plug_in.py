@@ -97,6 +97,7 @@ def use_linear_cross_entropy(
             may say otherwise: ``model(..., logits=True)``. Without labels they are always real.
         **options: of ``linear_cross_entropy``: label_smoothing, z_loss_weight, vocab_size, impl,
             reduce_in_fp32, tp_invariant, schedule, max_logits_bytes, max_counted, skip_ignored.
+            ignore_index, -100 by default, goes to a call: ``model(..., ignore_index=-1)``.
 
     Raises ValueError if an option is wrong, NotImplementedError if the model is wrapped, its output
     layer none of those that ``flce_dist.hf.layers`` knows, or its loss or forward of its own.
@@ -106,6 +107,11 @@ def use_linear_cross_entropy(
         model = use_linear_cross_entropy(AutoModelForCausalLM.from_pretrained(name))
         loss = model(input_ids=ids, labels=ids).loss  # without logits
     """
+    if "ignore_index" in options:
+        raise TypeError(
+            "use_linear_cross_entropy() got an unexpected keyword argument 'ignore_index'. Give "
+            "tokens to leave out the label -100, or pass ignore_index to each call of the model"
+        )
     checked_options(**keywords_of(use_linear_cross_entropy, options, **_FIXED))
     values.flag("logits", logits, optional=True)
     _check_kind(model)
