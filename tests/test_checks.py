@@ -63,7 +63,7 @@ NO_MEMBER = (
 NO_GRADIENT = "temperature must have requires_grad=False, since it gets no gradient, got True"
 OTHER_ROWS = "vocab_range must be half-open (start, end) with end - start = 11 from weight, got "
 LOGITS_OR_TRANSPOSED = (
-    ": if hidden holds logits, pass hidden states; if weight is [H, V], pass weight.T"
+    ": if hidden holds logits, pass the output layer's input; if weight is [H, V], pass weight.T"
 )
 BOTH_SUM = "leaves the sum over ranks to the caller"
 

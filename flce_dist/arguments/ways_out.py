@@ -44,7 +44,10 @@ def logits_or_transposed(hidden: Tensor, weight: Tensor) -> str:
     """Return the way out if hidden's last dimension is weight's first one."""
     if weight.dim() != 2 or weight.shape[0] != hidden.shape[-1]:
         return ""
-    return ": if hidden holds logits, pass hidden states; if weight is [H, V], pass weight.T"
+    return (
+        ": if hidden holds logits, pass the output layer's input; if weight is [H, V], pass "
+        "weight.T"
+    )
 
 
 def converted(name: str, x: Tensor, dtypes: Sequence[torch.dtype]) -> str:
