@@ -62,6 +62,9 @@ NO_MEMBER = (
 )
 NO_GRADIENT = "temperature must have requires_grad=False, since it gets no gradient, got True"
 OTHER_ROWS = "vocab_range must be half-open (start, end) with end - start = 11 from weight, got "
+LOGITS_OR_TRANSPOSED = (
+    ": if hidden holds logits, pass the output layer's input; if weight is [H, V], pass weight.T"
+)
 BOTH_SUM = "leaves the sum over ranks to the caller"
 
 # What each ValueError says, and the arguments that cause it.
@@ -100,8 +103,11 @@ VALUE_ERRORS: dict[str, dict[str, Any]] = {
     f"{NO_MEMBER}'tp'": {"tp_group": "tp"},
     f"{NO_MEMBER}-100": {"tp_group": -100},
     # shapes
-    "weight must be [V, H] with H = 4 from hidden, got (4, 11): pass weight.T": {
+    f"weight must be [V, H] with H = 4 from hidden, got (4, 11){LOGITS_OR_TRANSPOSED}": {
         "weight": torch.zeros(H, V)
+    },
+    f"weight must be [V, H] with H = 11 from hidden, got (11, 4){LOGITS_OR_TRANSPOSED}": {
+        "hidden": torch.zeros(T, V)
     },
     "labels must be (6,) from hidden (6, 4), got (6, 1): pass labels.reshape((6,))": {
         "labels": torch.zeros(T, 1).long()
@@ -131,15 +137,16 @@ VALUE_ERRORS: dict[str, dict[str, Any]] = {
     "labels must be within [0, 11) or ignore_index -100, got 11 at token 2": {
         "labels": torch.tensor([0, 1, 11, 2, 12, -100])
     },
-    "labels must be within [0, 11) or ignore_index -100, got -1 at token 3: pass "
-    "ignore_index=-1 to leave such tokens out": {
+    "labels must be within [0, 11) or ignore_index -100, got -1 at token 3: to leave such tokens "
+    "out, give them the label -100 or pass ignore_index=-1": {
         "labels": torch.tensor([0, 1, 2, -1, 2, -100])
     },
-    "labels must be within [0, 11) or ignore_index -1, got -100 at token 0: pass "
-    "ignore_index=-100 to leave such tokens out": {
+    "labels must be within [0, 11) or ignore_index -1, got -100 at token 0: to leave such tokens "
+    "out, give them the label -1 or pass ignore_index=-100": {
         "labels": torch.tensor([-100, 1, 2, 3, 2, 1]), "ignore_index": -1
     },
-    "labels must be within [0, 9) or ignore_index -100, got 9 at token 4": {
+    "labels must be within [0, 9) or ignore_index -100, got 9 at token 4: pass a larger vocab_size "
+    "if weight has a row 9 that is no padding": {
         "labels": torch.tensor([0, 1, 2, 3, 9, 1]), "vocab_size": 9
     },
     # options that contradict each other
@@ -231,7 +238,14 @@ BY_SEQUENCE = (
      f"labels must be (24,) from hidden (12, 4) {ALL_OF_TWO} (3, 8){BY_SEQUENCE}"),
     ((3, 4), (3, 4), 1,
      f"labels must be (3, 8) from hidden (3, 4, 4) {ALL_OF_TWO} (3, 4){NOT_SPLIT}"),
-    ((3, 4), (8, 3), 1, f"labels must be (3, 8) from hidden (3, 4, 4) {ALL_OF_TWO} (8, 3)"),
+    ((3, 4), (4, 6), 0,
+     f"labels must be (6, 4) from hidden (3, 4, 4) {ALL_OF_TWO} (4, 6): pass labels.T"),
+    ((3, 4), (8, 3), 1,
+     f"labels must be (3, 8) from hidden (3, 4, 4) {ALL_OF_TWO} (8, 3): pass labels.T"),
+    ((3, 1), (1, 6), 0,
+     f"labels must be (6, 1) from hidden (3, 1, 4) {ALL_OF_TWO} (1, 6): pass "
+     "labels.reshape((6, 1))"),
+    ((3, 4), (9, 3), 1, f"labels must be (3, 8) from hidden (3, 4, 4) {ALL_OF_TWO} (9, 3)"),
     ((12,), (12,), 1, "hidden must be [B, S / P, ..., H] with sequence_dim=1 under "
      "sequence_parallel=True, got (12, 4)"),
 ])  # fmt: skip

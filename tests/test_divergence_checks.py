@@ -61,8 +61,9 @@ ERRORS: dict[str, dict[str, Any]] = {
     f"teacher_weight must be [V, H] with H = {H_T} from teacher_hidden, got ({V}, {H})": {
         "teacher_weight": torch.zeros(V, H)
     },
-    f"teacher_weight must be [V, H] with H = {H_T} from teacher_hidden, got ({H_T}, {V}): pass "
-    "teacher_weight.T": {"teacher_weight": torch.zeros(H_T, V)},
+    f"teacher_weight must be [V, H] with H = {H_T} from teacher_hidden, got ({H_T}, {V}): if "
+    "teacher_hidden holds logits, pass the output layer's input; if teacher_weight is [H, V], "
+    "pass teacher_weight.T": {"teacher_weight": torch.zeros(H_T, V)},
     f"teacher_weight must have the {V} rows of weight, got ({V - 1}, {H_T}): pass vocab_size if "
     "the first ids are the same, else teacher_rows, the teacher's row of each id": {
         "teacher_weight": torch.zeros(V - 1, H_T)

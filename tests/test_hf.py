@@ -106,8 +106,10 @@ def test_who_gets_logits():
         assert not plugged.train()(**batch(), logits=True).logits.requires_grad
     with torch.autocast("cpu", torch.bfloat16):
         assert plugged(**batch(), logits=True).logits.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="logits must be None, True or False, got 'yes'"):
-        ours(model, logits="yes")
+    for wrong, shown in (("yes", "'yes'"), (1, "1"), (expected, "a tensor of shape .*")):
+        for call in (lambda x: ours(model, logits=x), lambda x: plugged(**batch(), logits=x)):
+            with pytest.raises(ValueError, match=f"^logits must be None or a bool, got {shown}$"):
+                call(wrong)
 
 
 class Unknown:
@@ -291,6 +293,29 @@ def test_a_batch_in_which_no_label_counts(count, hooked):
     assert all(p.grad is None or not p.grad.any() for p in plugged.parameters())
 
 
+def test_labels_to_leave_out_have_two_ways():
+    """Those that errors name: the label -100, or the keyword of a call, as without the plug-in."""
+    model = theirs()
+    plugged = ours(model)
+    given = batch()
+    of_minus_one = given | {"labels": given["labels"].clamp(min=-1)}
+    with pytest.raises(ValueError) as found:
+        plugged(**of_minus_one)
+    assert str(found.value) == (
+        f"labels must be within [0, {VOCAB}) or ignore_index -100, got -1 at token 0: to leave "
+        "such tokens out, give them the label -100 or pass ignore_index=-1"
+    )
+    with pytest.raises(TypeError) as refused:
+        ours(model, ignore_index=-1)
+    assert str(refused.value) == (
+        "use_linear_cross_entropy() got an unexpected keyword argument 'ignore_index'. Give tokens "
+        "to leave out the label -100, or pass ignore_index to each call of the model"
+    )
+    loss = plugged(**given).loss
+    assert torch.equal(plugged(**of_minus_one, ignore_index=-1).loss, loss)
+    torch.testing.assert_close(model(**of_minus_one, ignore_index=-1).loss, loss)
+
+
 def test_refusals():
     model = theirs()
 
@@ -331,6 +356,8 @@ def test_refusals():
     wrapped = complaint(NotImplementedError, nn.Sequential)
     assert "must be a PreTrainedModel or PeftModel, got Sequential" in wrapped
     assert complaint(NotImplementedError, nn.DataParallel).endswith("or pass model.module")
+    of_head = complaint(NotImplementedError, lambda one: one.lm_head)
+    assert of_head.endswith("got Linear: pass the model, whose output layer the plug-in finds")
     assert complaint(NotImplementedError, lambda one: "name").endswith("PeftModel, got str")
     without_head = complaint(NotImplementedError, lambda one: one.model)
     assert "got a LlamaModel without one: pass a model for causal" in without_head

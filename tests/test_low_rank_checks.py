@@ -31,7 +31,7 @@ def test_refusals(low_rank: Any, options: dict[str, Any], complaint: str) -> Non
 
 @pytest.mark.parametrize("weight, complaint", [
     (torch.zeros(V), rf"^weight must be \[V, H\] with H = {H} from hidden, got \({V},\)$"),
-    (torch.zeros(H, V), rf"^weight must be \[V, H\] with H = {H} .*: pass weight.T$"),
+    (torch.zeros(H, V), rf"^weight must be \[V, H\] with H = {H} .*, pass weight.T$"),
     (torch.zeros(V, H - R), rf"^weight must be \[V, H\] with H = {H} .* got \({V}, {H - R}\)$"),
     (torch.zeros(V, H).bfloat16(), r"^weight must have hidden's dtype torch.float32, got torch.bf"),
 ])  # fmt: skip

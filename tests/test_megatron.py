@@ -149,6 +149,18 @@ def test_a_scale_of_the_model_and_an_output_processor(group):
         assert relative_rms(mine, other) < 1e-5
 
 
+@on_ranks(1)
+def test_no_metrics_of_an_earlier_loss_stay_behind_an_output_processor(group):
+    """Which may compute a loss of its own."""
+    model = tail_of(plugged(1, sp=False, metrics=True))
+    hidden = torch.randn(S, B, H)
+    labels = batch()[1]
+    model(hidden, labels)
+    assert model.output_layer.last_metrics is not None
+    model(hidden, labels, output_processor=lambda **given: torch.zeros(B, S))
+    assert model.output_layer.last_metrics is None
+
+
 def test_a_scale_after_a_softcap_is_refused():
     """The loss would be of softcap(scale * z), where the model's logits are scale * softcap(z)."""
     layer = mock.Mock(loss_keywords={"softcap": 5.0})
@@ -210,6 +222,18 @@ def test_a_second_call_changes_options(group):
     other.output_layer = model.output_layer
     with pytest.raises(ValueError, match="must have no plug-in of another model"):
         use_linear_cross_entropy(other)
+
+
+@on_ranks(1)
+def test_flags_are_flags(group):
+    model = plugged(1, sp=False)
+    args = inputs_of(batch()[0])
+    found = complaint(use_linear_cross_entropy, model, metrics=None)
+    assert found == "metrics must be a bool, got None"
+    found = complaint(divergence, model, model, *args, with_metrics=torch.ones(2))
+    assert found == (
+        "with_metrics must be a bool, got a tensor of shape (2,) and dtype torch.float32"
+    )
 
 
 def development_layer() -> Any:
@@ -301,10 +325,22 @@ def test_blocks_are_of_one_sequence(group, tp, sp):
     assert layer.last_metrics.kept_share == 1 / SEQUENCES
 
 
+OF_THIS_RANK = ": pass those of whole sequences, since hidden states alone are split"
 WRONG_TOKENS = [
     ((S, B), ": pass {}.transpose(0, 1)"),
-    ((B, S // 2), ": pass those of whole sequences, since hidden states alone are split"),
-    ((B * S,), ""),
+    ((B, S // 2), OF_THIS_RANK),
+    ((B * S,), f": pass {{}}.reshape({(B, S)})"),
+    ((B, S, 1), f": pass {{}}.reshape({(B, S)})"),
+    ((B * S + 1,), ""),
+]
+WRONG_IDS = [
+    ((B, S), ": pass ids[..., None]"),
+    ((S, B), ": pass ids.transpose(0, 1)[..., None]"),
+    ((S, B, 3), ": pass ids.transpose(0, 1)"),
+    ((B, S // 2, 3), OF_THIS_RANK),
+    ((B * S,), f": pass ids.reshape({(B, S, 1)})"),
+    ((B * S, 3), f": pass ids.reshape({(B, S, 3)})"),
+    ((B, S, 3, 2), ""),
 ]
 
 
@@ -314,20 +350,62 @@ def test_tokens_of_another_shape_are_named_as_the_model_has_them(group, shape, w
     model = plugged(2, sp=True)
     args = inputs_of(batch()[0])
     bad = torch.zeros(shape, dtype=torch.long)
-    ids = bad[..., None] if bad.dim() == 2 else bad
-
-    def message(name: str, x: Tensor) -> str:
-        got = tuple(x.shape)
-        start = f"{name} must be [b, s] = {(B, S)}, as the model's tokens, got {got}"
-        return start + way_out.format(name)
-
+    start = f" must be [b, s] = {(B, S)}, as the model's tokens, got {shape}"
+    message = start + way_out.replace("{}", "labels")
     with torch.no_grad():
-        said = complaint(model, *args, labels=bad)
-        assert said == message("labels", bad)
-        assert complaint(scores, model, ids, *args) == message("ids", ids)
-        assert complaint(best_ids, model, *args, labels=bad) == message("labels", bad)
+        assert complaint(model, *args, labels=bad) == f"labels{message}"
+        assert complaint(best_ids, model, *args, labels=bad) == f"labels{message}"
         said = complaint(divergence, model, model, *args, token_weight=bad.float())
-        assert said == message("token_weight", bad)
+        assert said == "token_weight" + message.replace("labels", "token_weight")
+
+
+@pytest.mark.parametrize(("shape", "way_out"), WRONG_IDS)
+@on_ranks(2)
+def test_ids_of_another_shape_are_named_as_the_model_has_them(group, shape, way_out):
+    model = plugged(2, sp=True)
+    ids = torch.zeros(shape, dtype=torch.long)
+    start = f"ids must be [b, s, K] = ({B}, {S}, K), as the model's tokens, got {shape}"
+    assert complaint(scores, model, ids, *inputs_of(batch()[0])) == start + way_out
+
+
+@on_ranks(1)
+def test_what_is_no_model_with_an_output_layer(group):
+    model = megatron(1, False, False)
+    for part in (model.output_layer, model.decoder):
+        assert complaint(use_linear_cross_entropy, part) == (
+            f"model must have an output_layer, got a {type(part).__name__} without one: pass the "
+            "model that it is a part of, such as a GPTModel"
+        )
+    del model.output_layer
+    assert complaint(use_linear_cross_entropy, model) == (
+        "model must have an output_layer, got a GPTModel without one: pipeline stages without one "
+        "have post_process=False"
+    )
+    of_transformers = type("LlamaForCausalLM", (nn.Module,), {"__module__": "transformers.models"})
+    assert complaint(use_linear_cross_entropy, of_transformers()) == (
+        "model must have an output_layer, got a LlamaForCausalLM without one: for a model of "
+        "transformers there is flce_dist.hf"
+    )
+    assert complaint(use_linear_cross_entropy, "name") == (
+        "model must have an output_layer, got a str without one"
+    )
+
+
+@on_ranks(1)
+def test_a_model_without_the_plug_in_is_named(group):
+    plain = megatron(1, False, False)
+    model = plugged(1, sp=False)
+    tokens, labels = batch()
+    args = inputs_of(tokens)
+    message = (
+        "{0} must be one that use_linear_cross_entropy was called with, got a GPTModel without: "
+        "call use_linear_cross_entropy({0}) before it is wrapped"
+    )
+    with torch.no_grad():
+        assert complaint(scores, plain, labels[..., None], *args) == message.format("model")
+        assert complaint(best_ids, plain, *args, k=2) == message.format("model")
+        assert complaint(divergence, plain, model, *args) == message.format("model")
+        assert complaint(divergence, model, plain, *args) == message.format("teacher")
 
 
 def test_other_ranks_learn_that_one_has_tokens_of_another_shape(ranks_compared):

@@ -21,6 +21,7 @@ from tests.processes import ROOT
 
 PUBLIC = [getattr(megatron, name) for name in megatron.__all__]
 PAGE = (ROOT / "docs" / "megatron.md").read_text()
+ALONE = Setting(1, False)
 SCRIPT, *BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
 
 
@@ -31,9 +32,9 @@ def block(word: str, **names: Any) -> dict[str, Any]:
     return names
 
 
-def given(**options: Any) -> dict[str, Any]:
+def given(at: Setting = ALONE, **options: Any) -> dict[str, Any]:
     """A model in ``eval()`` with the plug-in, and a batch in which some labels do not count."""
-    model = use_linear_cross_entropy(gpt(Setting(1, False)), **options).eval()
+    model = use_linear_cross_entropy(gpt(at), **options).eval()
     tokens, positions, labels = batch()
     labels[0, :3] = -100
     return {
@@ -107,12 +108,22 @@ def test_the_saver_takes_the_place_of_megatrons(monkeypatch: pytest.MonkeyPatch)
     assert distillation.LogitsSaverHooks is saver
 
 
-@on_ranks(1)
-def test_the_comparison_with_megatrons_path(group: Any) -> None:
-    names = given()
-    names["labels"].clamp_(min=0)
+@pytest.mark.parametrize("P", [1, 2])
+@on_ranks("P")
+def test_the_comparison_with_megatrons_path(group: Any, P: int) -> None:
+    at = Setting(P, P > 1)
+    names = given(at)
+    labels = names["labels"].clamp_(min=0)
     found = block("theirs", **names)
     assert (found["loss"] - found["theirs"]).abs().max() < 1e-5
+    assert len(found["errors"]) > 5 and max(found["errors"]) < 1e-5
+    plain = gpt(at).eval()
+    loss = plain(names["tokens"], names["positions"], None, labels=labels)
+    expected = torch.autograd.grad(loss.sum(), plain.parameters())
+    for x, y in zip(found["others"], expected, strict=True):
+        torch.testing.assert_close(x, y)
+    names |= {"model": given(at, label_smoothing=0.1)["model"]}  # which Megatron's loss lacks
+    assert max(block("theirs", **names)["errors"]) > 0.01
 
 
 @on_ranks(1)

@@ -143,6 +143,38 @@ def test_an_output_layer_that_is_replaced(group):
     assert model.output_layer.last_metrics is None
 
 
+@on_ranks(1)
+def test_the_logger_of_inputs_gets_real_logits(group, tmp_path):
+    model = use_linear_cross_entropy(gpt(Setting(1, False)), metrics=True)
+    loss_and_gradients(model)
+    assert model.output_layer.last_metrics is not None
+    model.zero_grad()
+    model.config.config_logger_dir = str(tmp_path)
+    message = "makes the logits of all tokens, because config.config_logger_dir is set"
+    with counted(model.output_layer) as counts, pytest.warns(UserWarning, match=message):
+        found = loss_and_gradients(model)
+    assert (counts.calls, counts.logits) == (1, 1)
+    assert model.output_layer.last_metrics is None
+    compare(found, loss_and_gradients(gpt(Setting(1, False))), BUDGET)
+    logged = next(tmp_path.glob("input_and_logits*"))
+    assert type(torch.load(logged)["logits"]) is Tensor
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*output_layer")
+        model(*batch()[:2], None)  # without labels, as before
+
+
+@on_ranks(1)
+def test_metrics_are_those_of_the_latest_loss(group):
+    """Also where others compute it: Megatron's overlapped schedule, or a user's own code."""
+    model = use_linear_cross_entropy(gpt(Setting(1, False)), metrics=True)
+    tokens, positions, labels = batch()
+    logits = model(tokens, positions, None).transpose(0, 1).contiguous()
+    loss_and_gradients(model)
+    assert model.output_layer.last_metrics is not None
+    model.compute_language_model_loss(labels, logits)
+    assert model.output_layer.last_metrics is None
+
+
 @on_ranks(2)
 def test_multi_token_prediction_calls_it_once_per_depth(group):
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper

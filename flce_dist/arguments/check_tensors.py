@@ -59,9 +59,9 @@ def check_shapes(hidden: Tensor, weight: Tensor) -> None:
         raise ValueError(f"hidden must be [..., H] with H >= 1, got {tuple(hidden.shape)}")
     H = hidden.shape[-1]
     if weight.dim() != 2 or weight.shape[1] != H:
-        way_out = ": pass weight.T" if weight.dim() == 2 and weight.shape[0] == H else ""
         raise ValueError(
-            f"weight must be [V, H] with H = {H} from hidden, got {tuple(weight.shape)}{way_out}"
+            f"weight must be [V, H] with H = {H} from hidden, got {tuple(weight.shape)}"
+            + ways_out.logits_or_transposed(hidden, weight)
         )
 
 
@@ -142,7 +142,7 @@ def check_tokens(hidden: Tensor, labels: Tensor, options: LossOptions, P: int) -
     if list(labels.shape) == expected:
         return
     if options.sequence_parallel:
-        way_out = ways_out.of_all_ranks(labels, hidden, options.sequence_dim)
+        way_out = ways_out.of_all_ranks(labels, hidden, expected, options.sequence_dim)
     else:
         way_out = ways_out.split_tokens(labels, expected, P)
         way_out = way_out or ways_out.reshaped("labels", labels, expected)

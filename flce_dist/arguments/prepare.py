@@ -142,9 +142,12 @@ def _way_out_of(label: int, call: Call, P: int) -> str:
     """Return what may be meant by a label that is not in the vocabulary, of P ranks."""
     options = call.options
     if label < 0:
-        return f": pass ignore_index={label} to leave such tokens out"
+        return (
+            f": to leave such tokens out, give them the label {options.ignore_index} or pass "
+            f"ignore_index={label}"
+        )
     if options.vocab_size is not None:
-        return ""
+        return f": pass a larger vocab_size if weight has a row {label} that is no padding"
     if P > 1:
         return (
             f": weight has {call.vocab_size} rows on the {P} ranks of {options.group_name} "

@@ -53,9 +53,9 @@ def checked(options: LossOptions) -> LossOptions:
     )
 
 
-def flag(name: str, value: object) -> Any:
-    if type(value) is not bool:
-        raise _refusal(name, "a bool", value)
+def flag(name: str, value: object, *, optional: bool = False) -> Any:
+    if type(value) is not bool and not (value is None and optional):
+        raise _refusal(name, "a bool", value, optional=optional)
     return value
 
 

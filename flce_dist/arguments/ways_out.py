@@ -25,11 +25,29 @@ def reshaped(name: str, x: Tensor, shape: Sequence[int]) -> str:
     """Return the way out if x differs only in dimensions of 1, in being flat, or in their order."""
     got = list(x.shape)
     expected = list(shape)
-    differ_in_ones = [n for n in got if n != 1] == [n for n in expected if n != 1]
     is_flat = 1 in (len(got), len(expected)) and math.prod(got) == math.prod(expected)
-    if differ_in_ones or is_flat:
+    if is_flat:
+        return f": pass {name}.reshape({tuple(expected)})"
+    return in_their_order(name, x, shape)
+
+
+def in_their_order(name: str, x: Tensor, shape: Sequence[int]) -> str:
+    """Return the way out if x differs only in dimensions of 1, or in the order of two."""
+    got = list(x.shape)
+    expected = list(shape)
+    if [n for n in got if n != 1] == [n for n in expected if n != 1]:
         return f": pass {name}.reshape({tuple(expected)})"
     return f": pass {name}.T" if len(got) == 2 and got[::-1] == expected else ""
+
+
+def logits_or_transposed(hidden: Tensor, weight: Tensor) -> str:
+    """Return the way out if hidden's last dimension is weight's first one."""
+    if weight.dim() != 2 or weight.shape[0] != hidden.shape[-1]:
+        return ""
+    return (
+        ": if hidden holds logits, pass the output layer's input; if weight is [H, V], pass "
+        "weight.T"
+    )
 
 
 def converted(name: str, x: Tensor, dtypes: Sequence[torch.dtype]) -> str:
@@ -54,10 +72,13 @@ def split_tokens(labels: Tensor, tokens: list[int], P: int) -> str:
     return ""
 
 
-def of_all_ranks(labels: Tensor, hidden: Tensor, sequence_dim: int) -> str:
+def of_all_ranks(labels: Tensor, hidden: Tensor, expected: Sequence[int], sequence_dim: int) -> str:
     """Return the way out if hidden is split over ranks, and labels are not of all their tokens."""
     if labels.shape == hidden.shape[:-1]:
         return ": pass those of all ranks, since hidden alone is split"
+    way_out = in_their_order("labels", labels, expected)
+    if way_out:
+        return way_out
     if sequence_dim == 0 and max(hidden.dim() - 1, labels.dim()) > 1:
         return (
             ": pass hidden [B, S / P, H], split along dimension 1, and labels [B, S] with "

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from flce_dist.arguments import values
 from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.options import TransformersOptions, keywords_of
 from flce_dist.hf.layers import PluggedLayer, is_supported, layers_of
@@ -96,6 +97,7 @@ def use_linear_cross_entropy(
             may say otherwise: ``model(..., logits=True)``. Without labels they are always real.
         **options: of ``linear_cross_entropy``: label_smoothing, z_loss_weight, vocab_size, impl,
             reduce_in_fp32, tp_invariant, schedule, max_logits_bytes, max_counted, skip_ignored.
+            ignore_index, -100 by default, goes to a call: ``model(..., ignore_index=-1)``.
 
     Raises ValueError if an option is wrong, NotImplementedError if the model is wrapped, its output
     layer none of those that ``flce_dist.hf.layers`` knows, or its loss or forward of its own.
@@ -105,9 +107,13 @@ def use_linear_cross_entropy(
         model = use_linear_cross_entropy(AutoModelForCausalLM.from_pretrained(name))
         loss = model(input_ids=ids, labels=ids).loss  # without logits
     """
+    if "ignore_index" in options:
+        raise TypeError(
+            "use_linear_cross_entropy() got an unexpected keyword argument 'ignore_index'. Give "
+            "tokens to leave out the label -100, or pass ignore_index to each call of the model"
+        )
     checked_options(**keywords_of(use_linear_cross_entropy, options, **_FIXED))
-    if logits not in (None, True, False):
-        raise ValueError(f"logits must be None, True or False, got {logits!r}")
+    values.flag("logits", logits, optional=True)
     _check_kind(model)
     base = _base_of(model)
     _check_model(base)
@@ -161,6 +167,8 @@ def _check_kind(model: Any) -> None:
         way_out = f": call it before the model is wrapped, or pass model.{inner}"
     elif type(base).__module__.startswith("megatron."):
         way_out = ": for a model of megatron-core there is flce_dist.megatron"
+    elif isinstance(base, nn.Linear):
+        way_out = ": pass the model, whose output layer the plug-in finds"
     raise NotImplementedError(
         f"model must be a PreTrainedModel or PeftModel, got {type(base).__name__}{way_out}"
     )
@@ -243,6 +251,7 @@ def _forward_of(base: Any) -> Callable[..., Any]:
     place = [*signature.parameters].index("labels") - 1
 
     def forward(self: Any, *args: Any, logits: bool | None = None, **kwargs: Any) -> Any:
+        values.flag("logits", logits, optional=True)
         labels = args[place] if len(args) > place else kwargs.get("labels")
         settings = getattr(self, "linear_cross_entropy", None)  # None: made by type(model)(config)
         if labels is None or settings is None or settings.is_off:

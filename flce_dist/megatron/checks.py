@@ -35,12 +35,18 @@ def check_model(model: Any, layer: Any) -> None:
             )
 
 
-def check_layer(layer: Any) -> None:
-    """Raise if the output layer is missing, replaced already, or patched."""
+def check_layer(model: Any, layer: Any) -> None:
+    """Raise if the model's output layer is missing, replaced already, or patched."""
     if layer is None:
+        way_out = ""
+        if hasattr(model, LOSS):
+            way_out = ": pipeline stages without one have post_process=False"
+        elif any(base.__module__.startswith("transformers.") for base in type(model).mro()):
+            way_out = ": for a model of transformers there is flce_dist.hf"
+        elif isinstance(model, nn.Module):
+            way_out = ": pass the model that it is a part of, such as a GPTModel"
         raise ValueError(
-            "model must have an output_layer; pipeline stages with post_process=False have none, "
-            "and for a model of transformers there is flce_dist.hf"
+            f"model must have an output_layer, got a {type(model).__name__} without one{way_out}"
         )
     if any(isinstance(module, FusedLayer) for module in layer.modules()):
         raise ValueError(

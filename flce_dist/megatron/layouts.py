@@ -3,36 +3,57 @@
 s sequence, b batch, H hidden size, P tensor-parallel size.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flce_dist.arguments import values
 from flce_dist.arguments.rank_check import refusals_told
 
 
 def check_tokens(layer: Any, function: str, hidden: Tensor, **of_tokens: Any) -> None:
-    """Check that tensors are [b, s, ...] of the tokens of ``hidden`` [s, b, H] and all ranks.
+    """Check that tensors are [b, s], ``ids`` [b, s, K], for ``hidden`` [s, b, H] of all ranks.
 
     Under sequence parallelism hidden is [s / P, b, H]. What is no tensor, or a scalar, is left to
     ``function``, which the layer calls next.
     """
     s, b = hidden.shape[:2]
     ranks = layer.tp_group.size() if layer.sequence_parallel else 1
-    expected = (b, s * ranks)
+    tokens = (b, s * ranks)
     for name, x in of_tokens.items():
-        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[:2] == expected:
+        if not isinstance(x, Tensor) or x.dim() == 0:
             continue
-        got = tuple(x.shape)
-        way_out = ""
-        if got[:2] == (b, s):
-            way_out = ": pass those of whole sequences, since hidden states alone are split"
-        elif got[:2] == expected[::-1]:
-            way_out = f": pass {name}.transpose(0, 1)"
+        dims = 3 if name == "ids" else 2
+        if x.shape[:2] == tokens and x.dim() == dims:
+            continue
+        layout = "[b, s, K]" if dims == 3 else "[b, s]"
+        expected = values.shape(*tokens, *["K"] * (dims - 2))
+        way_out = _way_out(name, x, tokens, dims, is_split=x.shape[:2] == (b, s) != tokens)
         with refusals_told(function, layer.tp_group, hidden):
             raise ValueError(
-                f"{name} must be [b, s] = {expected}, as the model's tokens, got {got}{way_out}"
+                f"{name} must be {layout} = {expected}, as the model's tokens, got "
+                f"{tuple(x.shape)}{way_out}"
             )
+
+
+def _way_out(name: str, x: Tensor, tokens: tuple[int, int], dims: int, *, is_split: bool) -> str:
+    """Return what to pass in place of x to have ``dims`` dimensions, first those of tokens [b, s].
+
+    ``is_split`` says whether x is of this rank's tokens alone.
+    """
+    if is_split:
+        return ": pass those of whole sequences, since hidden states alone are split"
+    of_one_id = "[..., None]" if x.dim() < dims else ""
+    if x.shape[:2] == tokens:
+        if of_one_id:
+            return f": pass {name}{of_one_id}"
+    elif x.shape[:2] == tokens[::-1]:
+        return f": pass {name}.transpose(0, 1){of_one_id}"
+    last = () if dims == 2 else x.shape[-1:] if x.dim() > 1 else (1,)
+    has_as_many = x.numel() == math.prod((*tokens, *last))
+    return f": pass {name}.reshape({(*tokens, *last)})" if has_as_many else ""
 
 
 def transposed(x: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from flce_dist.arguments import values
 from flce_dist.arguments.options import KEYWORDS, LossOptions, MegatronOptions, keywords_of
 from flce_dist.megatron import checks, watchers
 from flce_dist.megatron.fused_layer import FusedLayer
@@ -78,6 +79,7 @@ def use_linear_cross_entropy(
     """
     keywords = {"reduction": "none", **options}
     unchecked = LossOptions(**keywords_of(use_linear_cross_entropy, keywords, **_FIXED))
+    values.flag("metrics", metrics)
     for stage in model if isinstance(model, list) else [model]:
         if isinstance(getattr(stage, "_modules", {}).get("module"), nn.Module):
             raise ValueError(
@@ -112,7 +114,7 @@ def replacement_of(model: Any, layer: Any) -> type:
 
     from flce_dist.megatron import column_parallel
 
-    checks.check_layer(layer)
+    checks.check_layer(model, layer)
     if type(layer) is ColumnParallelLinear:
         replacement: type = column_parallel.ColumnParallelLinear
     elif (type(layer).__module__, type(layer).__name__) == (_FUSED, "LinearCrossEntropyModule"):
@@ -132,7 +134,9 @@ def language_model_loss(model: Any, labels: Tensor, logits: Tensor | HeadCall) -
     """
     if isinstance(logits, HeadCall):
         return logits.loss(labels)
-    checks.check_loss_of_logits(checks.fused_layer(model._modules["output_layer"]))
+    layer = checks.fused_layer(model._modules["output_layer"])
+    checks.check_loss_of_logits(layer)
+    layer.last_metrics = None
     return type(model).compute_language_model_loss(model, labels, logits)
 
 
@@ -146,13 +150,16 @@ def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     bound = _signature(model_class.forward).bind_partial(model, *args, **kwargs)
     arguments = {**kwargs, **bound.arguments}
     labels = arguments.get("labels", arguments.get("lm_labels"))  # the latter in a T5Model
-    # Megatron's logger of inputs writes the logits to disk.
-    logs = bool(getattr(model.config, "config_logger_dir", ""))
-    if (labels is None and layer.scoring is None) or logs:
+    if labels is None and layer.scoring is None:
+        return None
+    if labels is not None:
+        layer.last_metrics = None  # whoever computes the loss, if it is not ours
+    if getattr(model.config, "config_logger_dir", ""):
+        if labels is not None:
+            watchers.warn("config.config_logger_dir is set, for Megatron's logger of inputs")
         return None
     if not checks.is_plugged(model):
         checks.check_loss_of_logits(layer)
-        layer.last_metrics = None
         watchers.warn(f"{checks.LOSS} was replaced after use_linear_cross_entropy")
         return None
     vars(model)[name] = SymbolicHead(head, layer, returns_bias=name == "output_layer")

@@ -41,7 +41,6 @@ class SymbolicHead:
             return self.head(*args, **kwargs)
         reader = watchers.reader_of_logits(self.head, self.layer)
         if reader is not None:
-            self.layer.last_metrics = None
             watchers.warn(reader)
             return self.head(*args, **kwargs)
         logits = HeadCall(self, args, kwargs)

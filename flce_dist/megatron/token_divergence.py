@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flce_dist.arguments import values
 from flce_dist.arguments.options import Kind, Reduction, ScheduleName
 from flce_dist.divergence import (
     DivergenceWithMetrics,
@@ -82,6 +83,7 @@ def divergence(
         loss = divergence(model, teacher, ids, positions, None, labels=labels, reduction="mean")
         loss.backward()
     """
+    values.flag("with_metrics", with_metrics)
     for side in (model, teacher):
         if not getattr(owner_of(side), "post_process", True):
             raise NotImplementedError(

@@ -81,7 +81,11 @@ def instead_of_logits(
     if not getattr(owner, "post_process", True):
         return model(*args, **kwargs)
     if not checks.is_plugged(owner):
-        raise ValueError(f"{name} must be one that use_linear_cross_entropy was called with")
+        raise ValueError(
+            f"{name} must be one that use_linear_cross_entropy was called with, got a "
+            f"{type(owner).__name__} without: call use_linear_cross_entropy({name}) before it is "
+            "wrapped"
+        )
     layer = checks.fused_layer(owner.output_layer)
     layer.scoring = compute
     try:
