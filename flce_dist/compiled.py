@@ -161,19 +161,14 @@ def _without_none(tensors: Any, like: Tensor) -> list[Tensor]:
     return [like.new_empty(0) if x is None else x for x in tensors]
 
 
-def _function(options: LossOptions) -> str:
-    """Return the name of the function that was called."""
-    if options.data_parallel:
-        return "data_parallel_linear_cross_entropy"
-    return f"linear_cross_entropy{'_with_metrics' if options.with_metrics else ''}"
-
-
 def _forward(*inputs: Any) -> list[Tensor]:
     tensors = _Tensors(*inputs[:_TENSORS])
     spec = _Spec.of(inputs[_TENSORS:])
     call, operands = _prepare(tensors, spec)
     columns = 0 if tensors.last_columns is None else tensors.last_columns.shape[1]
-    check_alike(_function(call.options), call, operands, low_rank_columns=columns)
+    # Of data ranks, too: ``gather_alike`` has compared what decides the gathers alone.
+    function = f"linear_cross_entropy{'_with_metrics' if call.options.with_metrics else ''}"
+    check_alike(function, call, operands, low_rank_columns=columns)
     operands = counted_operands(call, operands)
     shape = tensors.labels.shape
     with torch.no_grad():

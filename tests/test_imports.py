@@ -130,12 +130,12 @@ def imports(tree: ast.AST, is_lazy: bool = False) -> Iterator[tuple[str, bool]]:
         yield from imports(node, inside)
 
 
-# Of Python, NumPy, megatron-core, TRL and tiktoken; of torch what a subclass of nn.Module may
+# Of Python, megatron-core, TRL and tiktoken; of torch what a subclass of nn.Module may
 # override, and the mark of DataParallel's replicas.
 PRIVATE_OF_OTHERS = {
     "_exit", "_current_frames", "_processes", "_fields", "_make", "_replace", "_asdict", "_modules",
     "_model", "_ChunkedLogProbFunction", "_apply", "_is_replica", "_save_to_state_dict",
-    "_load_from_state_dict", "__array__",
+    "_load_from_state_dict",
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
     "__fsdp_param__", "__version__", "__file__", "__future__", "__wrapped__", "__func__",
 }  # fmt: skip
