@@ -102,6 +102,25 @@ def test_under_compile(pools):
         assert said.startswith(f"{BEGINS}hash of labels is ")
 
 
+def compiled_functions_rank(group: dist.ProcessGroup) -> str:
+    def compiled(call: Any) -> Any:
+        def loss(labels: torch.Tensor) -> Any:
+            return call(torch.ones(T, 4), torch.ones(T, 4), labels, tp_group=group)
+
+        return torch.compile(loss, backend="aot_eager", fullgraph=True)
+
+    checks = mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_RANKS": "1"})
+    with checks, mock.patch.object(rank_check, "_compared", WeakKeyDictionary()):
+        compiled(linear_cross_entropy)(torch.arange(T))
+        of_metrics = compiled(linear_cross_entropy_with_metrics)
+        return complaint(of_metrics, torch.arange(T) + group.rank())
+
+
+def test_each_compiled_function_has_a_first_call(pools):
+    for said in pools[2].run(compiled_functions_rank):
+        assert said.startswith(f"{BEGINS}hash of labels is ")
+
+
 REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
     (
         "weight must have hidden's dtype",
