@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # captum 0.9.0: influences by TracInCPFast are, says its docstring, "exactly the same as when naive
 # back-propagation is used" on the last fully connected layer. They leave out the layer's bias, that
-# torch.nn.Linear has by default. TracInCP with layers= that layer counts it, so the two disagree, also
-# on which training examples matter most; self-influences are too small. With bias=False they are
-# the same. No error, no warning.
+# torch.nn.Linear has by default. TracInCP with layers= that layer counts it, so the two disagree,
+# also on which training examples matter most; self-influences are too small. With bias=False they
+# are the same. No error, no warning.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# captum 0.9.0: with method="riemann_trapezoid", attributions by integrated gradients (of layers, too)
-# are too small by 1 / n_steps, 2% by default. Its n points from 0 to 1 bound n - 1 intervals, but
-# each counts as 1 / n, so the steps add up to 1 - 1 / n. Of a linear model, where every rule of
+# captum 0.9.0: with method="riemann_trapezoid", attributions by integrated gradients (of layers,
+# too) are too small by 1 / n_steps, 2% by default. Its n points from 0 to 1 bound n - 1 intervals,
+# but each counts as 1 / n, so the steps add up to 1 - 1 / n. Of a linear model, where every rule of
 # integration is exact, all other methods are exact; of others it converges more slowly than
 # riemann_left. No error, no warning.
 set -euo pipefail
@@ -38,7 +38,7 @@ for method in METHODS:
         n_steps: abs(sum_and_change(IntegratedGradients(smooth), smooth, method, n_steps) - 1)
         for n_steps in (50, 200)
     }
-    print(f"    {method:17} of a linear model: {ratio:.6f}, of a layer: {layer_ratio:.6f};", end=" ")
+    print(f"    {method:17} of a linear model: {ratio:.6f}, a layer: {layer_ratio:.6f};", end=" ")
     print("off by", ", ".join(f"{error:.1e} in {n} steps" for n, error in errors.items()))
     if method == "riemann_trapezoid":
         is_as_described &= abs(ratio - (1 - 1 / 50)) < 1e-6 and abs(layer_ratio - 0.98) < 5e-3

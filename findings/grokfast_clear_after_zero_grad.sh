@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# grokfast-pytorch 0.0.11: clear_grokfast_state of GrokFastAdamW does nothing where it is natural to call
-# it, between steps: it passes over parameters without a gradient, and after zero_grad none has one.
-# So after turn_off_grokfast and turn_on_grokfast the average of gradients from before goes on to be
-# added, as if it had not been cleared. No error, no warning. Called before zero_grad it clears.
+# grokfast-pytorch 0.0.11: clear_grokfast_state of GrokFastAdamW does nothing where it is natural to
+# call it, between steps: it passes over parameters without a gradient, and after zero_grad none has
+# one. So after turn_off_grokfast and turn_on_grokfast the average of gradients from before goes on
+# to be added, as if it had not been cleared. No error, no warning. Called before zero_grad it
+# clears.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

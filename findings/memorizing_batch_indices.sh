@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# memorizing-transformers-pytorch 0.4.1: memories that are added to some rows of a batch only, within
-# at_batch_indices, move the place for new keys and values of all rows. In the others it then runs
-# ahead of their index, so what they add later cannot be found: a search for a stored key returns
-# zeros, or keys and values of another. No error, no warning. As long as all rows add, all is found.
+# memorizing-transformers-pytorch 0.4.1: memories that are added to some rows of a batch only,
+# within at_batch_indices, move the place for new keys and values of all rows. In the others it then
+# runs ahead of their index, so what they add later cannot be found: a search for a stored key
+# returns zeros, or keys and values of another. No error, no warning. As long as all rows add, all
+# is found.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

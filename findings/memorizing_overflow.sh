@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# memorizing-transformers-pytorch 0.4.1: once more than max_memories are added, which is to "throw out
-# the oldest memories", KNNMemory finds the wrong ones. On overflow its index starts again at 0, while
-# the place in its array of keys and values goes on. From then on a search for a stored key returns
-# keys and values of other times, and right after the overflow it returns nothing. No error, no
-# warning; the example in its README overflows at the third of four additions.
+# memorizing-transformers-pytorch 0.4.1: once more than max_memories are added, which is to "throw
+# out the oldest memories", KNNMemory finds the wrong ones. On overflow its index starts again at 0,
+# while the place in its array of keys and values goes on. From then on a search for a stored key
+# returns keys and values of other times, and right after the overflow it returns nothing. No error,
+# no warning; the example in its README overflows at the third of four additions.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

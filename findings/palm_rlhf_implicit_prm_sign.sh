@@ -37,7 +37,7 @@ for sign in (1, -1):
             of_right, of_wrong = (rewards[is_right == label].mean().item() for label in (1, 0))
             labels = is_right[:, None].expand_as(rewards).float()
             expected = F.binary_cross_entropy_with_logits(rewards, labels).item()
-            print(f"    step {step:3}: loss {loss.item():.4f}, cross entropy {expected:.4f};", end=" ")
+            print(f"    step {step}: loss {loss.item():.4f}, expected {expected:.4f};", end=" ")
             print(f"mean reward of right answers {of_right:.3f}, of wrong ones {of_wrong:.3f}")
             is_as_described &= math.isclose(loss.item(), -expected, rel_tol=1e-4)
         optimizer.zero_grad()

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# palm-rlhf-pytorch 0.8.0: RLHFTrainer (PPO) takes the mean of the policy loss over all positions, also
-# over those behind a response that ended early. There the old log-probability is the 0 that pads
-# it, so the ratio is the probability of padding, token 0: the first loss is not that of ratios of
-# 1, and the model learns to write token 0 behind good responses. No error, no warning. Responses of
-# one length are right; entropy and divergence are masked, and so is the loss in its grpo.py.
+# palm-rlhf-pytorch 0.8.0: RLHFTrainer (PPO) takes the mean of the policy loss over all positions,
+# also over those behind a response that ended early. There the old log-probability is the 0 that
+# pads it, so the ratio is the probability of padding, token 0: the first loss is not that of ratios
+# of 1, and the model learns to write token 0 behind good responses. No error, no warning. Responses
+# of one length are right; entropy and divergence are masked, and so is the loss in its grpo.py.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

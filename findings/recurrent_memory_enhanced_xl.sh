@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # recurrent-memory-transformer-pytorch 0.7.0: enhanced_xl_recurrence=True (of ERNIE-Doc, arXiv
-# 2012.15688) is to let a layer attend to the XL memory of the layer above it. It changes nothing: the
-# list of memories is shifted after an iterator over the old one was made, and layers read that. No
-# error, no warning. Shifting the list before the call shows what it should do.
+# 2012.15688) is to let a layer attend to the XL memory of the layer above it. It changes nothing:
+# the list of memories is shifted after an iterator over the old one was made, and layers read that.
+# No error, no warning. Shifting the list before the call shows what it should do.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

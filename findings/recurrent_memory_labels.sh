@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# recurrent-memory-transformer-pytorch 0.7.0: RecurrentMemoryTransformerWrapper takes labels and forgets
-# them at once ("labels = None"). With return_loss=True the loss is that of the next tokens of the
-# input, whatever labels say, masked ones (-1, its ignore_index) included. No error, no warning. The
-# transformer in it takes labels and heeds them.
+# recurrent-memory-transformer-pytorch 0.7.0: RecurrentMemoryTransformerWrapper takes labels and
+# forgets them at once ("labels = None"). With return_loss=True the loss is that of the next tokens
+# of the input, whatever labels say, masked ones (-1, its ignore_index) included. No error, no
+# warning. The transformer in it takes labels and heeds them.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

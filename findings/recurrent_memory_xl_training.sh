@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# recurrent-memory-transformer-pytorch 0.7.0: RecurrentMemoryTransformerWrapper gets XL memories (on by
-# default) of each segment and does not hand them to the next one, so a loss is of a model without
-# them. generate hands them on, so it runs a model that was never trained. Nor is the gradient by
-# memory_replay_backprop that of the loss: its first pass is without XL memories, its second one
-# with. No error, no warning; with use_xl_memories=False all agree.
+# recurrent-memory-transformer-pytorch 0.7.0: RecurrentMemoryTransformerWrapper gets XL memories (on
+# by default) of each segment and does not hand them to the next one, so a loss is of a model
+# without them. generate hands them on, so it runs a model that was never trained. Nor is the
+# gradient by memory_replay_backprop that of the loss: its first pass is without XL memories, its
+# second one with. No error, no warning; with use_xl_memories=False all agree.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# reformer-pytorch 1.4.4: ReformerLM tells its layers positions by rotary embeddings, unless one of the
-# other three kinds is asked for. Full attention leaves these out (use_full_attn=True, "for
-# comparison" in the README, or a text of at most full_attn_thres tokens). So the model does not know
-# the order of its tokens: shuffled tokens have the same logits, shuffled. No error, no warning.
-# With LSH attention they have others, and so with full attention and absolute_position_emb.
+# reformer-pytorch 1.4.4: ReformerLM tells its layers positions by rotary embeddings, unless one of
+# the other three kinds is asked for. Full attention leaves these out (use_full_attn=True, "for
+# comparison" in the README, or a text of at most full_attn_thres tokens). So the model does not
+# know the order of its tokens: shuffled tokens have the same logits, shuffled. No error, no
+# warning. With LSH attention they have others, and so with full attention and
+# absolute_position_emb.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -30,7 +31,7 @@ def of_options(options):
 
 @torch.no_grad()
 def change_by_order(options):
-    """Return how far the logits move if the tokens are shuffled and the logits put back in order."""
+    """Return how far logits move if tokens are shuffled and the logits put back in order."""
     model = of_options(options).double().eval()
     tokens = torch.randint(VOCAB_SIZE, (4, LENGTH))
     order = torch.randperm(LENGTH)

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # reformer-pytorch 1.4.4: with layer_dropout above 0, texts of at most reverse_thres tokens train no
-# layer. reverse_thres turns the reversible layers off for them, for speed; but layer_dropout chooses
-# among the reversible ones, which run without recording gradients and leave that to a backward
-# pass that is not there. Only the last norm and the logits' weight learn, not even the embedding.
-# No error, no warning; the loss stays at that of guessing. Longer texts train everything.
+# layer. reverse_thres turns the reversible layers off for them, for speed; but layer_dropout
+# chooses among the reversible ones, which run without recording gradients and leave that to a
+# backward pass that is not there. Only the last norm and the logits' weight learn, not even the
+# embedding. No error, no warning; the loss stays at that of guessing. Longer texts train
+# everything.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

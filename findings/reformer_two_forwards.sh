@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# reformer-pytorch 1.4.4: gradients are wrong if a model runs twice before backward, as for a loss over
-# pairs of texts, or a sum of two batches' losses. Its reversible layers (the default) run again in
-# backward, with the hashes and the state of the random generator of the latest forward, which they
-# keep in one place, not for each forward. No error, no warning. With reverse_thres at the length
-# (which keeps activations), or with one backward after each forward, gradients are right.
+# reformer-pytorch 1.4.4: gradients are wrong if a model runs twice before backward, as for a loss
+# over pairs of texts, or a sum of two batches' losses. Its reversible layers (the default) run
+# again in backward, with the hashes and the state of the random generator of the latest forward,
+# which they keep in one place, not for each forward. No error, no warning. With reverse_thres at
+# the length (which keeps activations), or with one backward after each forward, gradients are
+# right.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# routing-transformer 1.6.1: AutoregressiveWrapper.generate lengthens input_mask at its front, but the
-# sequence at its end. So from the second new token on the mask of a padded prompt is off by one,
-# two, ...: it lets in padding and hides tokens of the prompt. What is generated depends on the id
-# that fills the padding. No error, no warning. The same tokens by the model, with the mask in its
-# place, do not depend on it. (TrainingWrapper of reformer-pytorch lengthens both at their end.)
+# routing-transformer 1.6.1: AutoregressiveWrapper.generate lengthens input_mask at its front, but
+# the sequence at its end. So from the second new token on the mask of a padded prompt is off by
+# one, two, ...: it lets in padding and hides tokens of the prompt. What is generated depends on the
+# id that fills the padding. No error, no warning. The same tokens by the model, with the mask in
+# its place, do not depend on it. (TrainingWrapper of reformer-pytorch lengthens both at their end.)
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

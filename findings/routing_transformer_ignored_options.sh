@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# routing-transformer 1.6.1: RoutingTransformerLM takes commitment_factor ("the weight of the auxiliary
-# loss", 1e-4 by default, in the README's part on hyperparameters) and hands it to nobody. The
-# auxiliary loss, and what it makes of the model, is the same for any value; RoutingTransformer, in
-# it, heeds it. ff_mult, context_window_size and use_absolute_pos_emb of the language model end the
-# same way. No error, no warning.
+# routing-transformer 1.6.1: RoutingTransformerLM takes commitment_factor ("the weight of the
+# auxiliary loss", 1e-4 by default, in the README's part on hyperparameters) and hands it to nobody.
+# The auxiliary loss, and what it makes of the model, is the same for any value; RoutingTransformer,
+# in it, heeds it. ff_mult, context_window_size and use_absolute_pos_emb of the language model end
+# the same way. No error, no warning.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# self-rewarding-lm-pytorch 0.2.12: DPO (arXiv 2305.18290) and SPIN (2401.01335) take the probability of
-# a token from the logits at its own place, which are those of the token after it. So they train how
-# likely a model repeats each token that it has just read, not what it says next. The package's
-# supervised finetuning does shift labels by one. No error, no warning; the loss goes down. Of a
-# model that knows each next token for sure, the likelihood of the right text comes out as 0.
+# self-rewarding-lm-pytorch 0.2.12: DPO (arXiv 2305.18290) and SPIN (2401.01335) take the
+# probability of a token from the logits at its own place, which are those of the token after it. So
+# they train how likely a model repeats each token that it has just read, not what it says next. The
+# package's supervised finetuning does shift labels by one. No error, no warning; the loss goes
+# down. Of a model that knows each next token for sure, the likelihood of the right text comes out
+# as 0.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 self-rewarding-lm-pytorch==0.2.12 \
-    accelerate==1.15.0 beartype==0.23.1 ema-pytorch==0.8.3 einx==0.4.3
+"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 \
+    self-rewarding-lm-pytorch==0.2.12 accelerate==1.15.0 beartype==0.23.1 ema-pytorch==0.8.3 \
+    einx==0.4.3
 cat > "$folder/program.py" <<'PROGRAM'
 import sys
 import warnings

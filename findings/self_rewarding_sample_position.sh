@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# self-rewarding-lm-pytorch 0.2.12: sample, by which its trainers generate, appends an empty slot, fills
-# it with token 0 and takes the new token from the logits at the slot, not from those at the last
-# token. So each new token is what the model says after token 0 (or, with prompts of several lengths,
-# after what stands there), not after the text. No error, no warning. A model that counts up by one,
-# with all its probability, writes 5 6 7 1 1 1 1.
+# self-rewarding-lm-pytorch 0.2.12: sample, by which its trainers generate, appends an empty slot,
+# fills it with token 0 and takes the new token from the logits at the slot, not from those at the
+# last token. So each new token is what the model says after token 0 (or, with prompts of several
+# lengths, after what stands there), not after the text. No error, no warning. A model that counts
+# up by one, with all its probability, writes 5 6 7 1 1 1 1.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 self-rewarding-lm-pytorch==0.2.12 \
-    accelerate==1.15.0 beartype==0.23.1 ema-pytorch==0.8.3 einx==0.4.3
+"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 \
+    self-rewarding-lm-pytorch==0.2.12 accelerate==1.15.0 beartype==0.23.1 ema-pytorch==0.8.3 \
+    einx==0.4.3
 cat > "$folder/program.py" <<'PROGRAM'
 import sys
 import warnings

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# self-rewarding-lm-pytorch 0.2.12: sample is to return new tokens only, unless output_keep_prompt=True.
-# By default it returns prompt, new tokens and padding of ends (-1), all but tokens of id 0. Lengths of
-# prompts are advanced in place while it writes, so in the end all is prompt; and in its mask, "out !=
-# pad_id & ~prompt_mask", & binds first, which compares tokens with 0. No error, no warning.
+# self-rewarding-lm-pytorch 0.2.12: sample is to return new tokens only, unless
+# output_keep_prompt=True. By default it returns prompt, new tokens and padding of ends (-1), all
+# but tokens of id 0. Lengths of prompts are advanced in place while it writes, so in the end all is
+# prompt; and in its mask, "out != pad_id & ~prompt_mask", & binds first, which compares tokens with
+# 0. No error, no warning.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/venv"
-"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 self-rewarding-lm-pytorch==0.2.12 \
-    accelerate==1.15.0 beartype==0.23.1 ema-pytorch==0.8.3 einx==0.4.3
+"$folder/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.3.5 \
+    self-rewarding-lm-pytorch==0.2.12 accelerate==1.15.0 beartype==0.23.1 ema-pytorch==0.8.3 \
+    einx==0.4.3
 cat > "$folder/program.py" <<'PROGRAM'
 import sys
 import warnings

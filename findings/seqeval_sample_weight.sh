@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# seqeval 1.2.2: precision_score, recall_score, f1_score and classification_report take sample_weight
-# ("Sample weights, array-like of shape (n_samples,)") and leave it out of every score, in the default
-# mode and in the strict one, for each kind of average. A sentence of weight 0 counts as any other.
-# No error, no warning, not even for weights of another length.
+# seqeval 1.2.2: precision_score, recall_score, f1_score and classification_report take
+# sample_weight ("Sample weights, array-like of shape (n_samples,)") and leave it out of every
+# score, in the default mode and in the strict one, for each kind of average. A sentence of weight 0
+# counts as any other. No error, no warning, not even for weights of another length.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

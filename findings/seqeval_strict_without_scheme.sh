@@ -26,7 +26,8 @@ for name, options in (
     ("strict", {"mode": "strict"}),
     ("strict, IOB2", {"mode": "strict", "scheme": IOB2}),
 ):
-    scores = [score(true, predicted, **options) for score in (precision_score, recall_score, f1_score)]
+    functions = (precision_score, recall_score, f1_score)
+    scores = [function(true, predicted, **options) for function in functions]
     report = classification_report(true, predicted, output_dict=True, **options)
     average = report["micro avg"]
     in_report = [average[key] for key in ("precision", "recall", "f1-score")]

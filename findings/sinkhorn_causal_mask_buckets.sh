@@ -39,8 +39,8 @@ for n_top_buckets in (1, 2, 3):
             for values in (v, others)
         ]
         changes.append((outputs[0] - outputs[1])[:, :, mask].abs().max().item())
-    print(f"{n_top_buckets=}: values of a masked bucket change outputs of tokens that are not", end=" ")
-    print("masked by up to", " ".join(f"{change:.2f}" for change in changes))
+    print(f"{n_top_buckets=}: values of a masked bucket change outputs of other tokens by", end=" ")
+    print("up to", " ".join(f"{change:.2f}" for change in changes))
     is_as_described &= max(changes) < 1e-9 if n_top_buckets == 2 else max(changes) > 0.1
 sys.exit(0 if is_as_described else "masks now go with their buckets")
 PROGRAM

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# sinkhorn-transformer 0.11.4: attention that is not causal takes, from the buckets that it sorts to a
-# query's bucket, keys in place of values (without n_sortcut, 0 by default). So values never leave
+# sinkhorn-transformer 0.11.4: attention that is not causal takes, from the buckets that it sorts to
+# a query's bucket, keys in place of values (without n_sortcut, 0 by default). So values never leave
 # their own bucket: what a token's value says reaches no other bucket, and half of what is summed up
-# are keys. No error, no warning. In the paper (Sparse Sinkhorn Attention, arXiv 2002.11296) keys and
-# values are sorted alike, as they are with n_sortcut.
+# are keys. No error, no warning. In the paper (Sparse Sinkhorn Attention, arXiv 2002.11296) keys
+# and values are sorted alike, as they are with n_sortcut.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -24,7 +24,8 @@ q, k, v = torch.randn(3, 1, HEADS, LENGTH, DIM, dtype=torch.float64).unbind()
 
 def attention_of(**options):
     return SinkhornAttention(
-        bucket_size=BUCKET, dim=HEADS * DIM, dim_heads=DIM, heads=HEADS, max_seq_len=LENGTH, **options
+        bucket_size=BUCKET, dim=HEADS * DIM, dim_heads=DIM, heads=HEADS, max_seq_len=LENGTH,
+        **options,
     )
 
 

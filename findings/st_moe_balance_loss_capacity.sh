@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# st-moe-pytorch 0.1.8: the balance loss of MoE counts only tokens that found a place in their expert.
-# In the paper (ST-MoE, arXiv 2202.08906) it counts each token's best expert, whether full or not.
-# Here the mask of best experts is a view of the one that loses what is beyond the capacity before
-# it is counted. So if all tokens choose one of 8 experts, the loss is 1.25 (capacity_factor_train)
-# in place of 8, and its gradient is as much too small. With capacity for all it is as in the paper.
+# st-moe-pytorch 0.1.8: the balance loss of MoE counts only tokens that found a place in their
+# expert. In the paper (ST-MoE, arXiv 2202.08906) it counts each token's best expert, whether full
+# or not. Here the mask of best experts is a view of the one that loses what is beyond the capacity
+# before it is counted. So if all tokens choose one of 8 experts, the loss is 1.25
+# (capacity_factor_train) in place of 8, and its gradient is as much too small. With capacity for
+# all it is as in the paper.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -22,7 +23,7 @@ experts, batch, length, dim = 8, 4, 64, 16
 
 
 def of_paper(logits):
-    """Return experts * sum(f * P) of each sequence: f by the best expert, P the mean probability."""
+    """Return experts * sum(f * P), their mean: f by best experts, P mean probabilities."""
     probabilities = logits.softmax(-1)
     chosen = F.one_hot(logits.argmax(-1), experts).double().mean(1)
     return experts * (chosen * probabilities.mean(1)).sum(-1).mean()

@@ -22,7 +22,7 @@ inputs, targets = torch.randn(256, 8), torch.randn(256, 1)
 
 
 def train(kind, add_later):
-    """Return the loss before and after 200 steps, and how far the first layer's weight has moved."""
+    """Return the loss before and after 200 steps, and how far the first layer has moved."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
     first, last = list(model[0].parameters()), list(model[2].parameters())

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# torch-optimizer 0.3.0: Adahessian scales the step of a parameter by its own Hessian's diagonal, but
-# that of a parameter with three dimensions (embeddings of positions [1, length, dim], say) by the
-# diagonal of the parameter before it, wherever the shapes can be broadcast. Curvature of its own
-# plays no part. No error, no warning (there is an error if it comes first or shapes differ). The
-# same numbers as a matrix, without the leading dimension of 1, are as in the paper (2006.00719).
+# torch-optimizer 0.3.0: Adahessian scales the step of a parameter by its own Hessian's diagonal,
+# but that of a parameter with three dimensions (embeddings of positions [1, length, dim], say) by
+# the diagonal of the parameter before it, wherever the shapes can be broadcast. Curvature of its
+# own plays no part. No error, no warning (there is an error if it comes first or shapes differ).
+# The same numbers as a matrix, without the leading dimension of 1, are as in the paper
+# (2006.00719).
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
