@@ -29,10 +29,15 @@ def loss_of_paper(student, teacher, order):
     return (matrices[0] - matrices[1]).square().sum() / len(student) ** 2
 
 
-def loss_and_gradient(function, student):
+def loss_of_torchdistill(student, teacher):
+    """Return SPKDLoss of these features."""
+    return criterion({"features": {"output": student}}, {"features": {"output": teacher}})
+
+
+def loss_and_gradient(function, student, *arguments):
     """Return the loss of ``student`` and its gradient."""
     student = student.clone().requires_grad_()
-    loss = function(student)
+    loss = function(student, *arguments)
     loss.backward()
     return loss.item(), student.grad.flatten()
 
@@ -42,14 +47,9 @@ is_as_described = True
 for batch_size in (8, 32, 128):
     torch.manual_seed(0)
     student, teacher = torch.randn(2, batch_size, 16, dtype=torch.float64)
-    teacher_outputs = {"features": {"output": teacher}}
-    loss, gradient = loss_and_gradient(
-        lambda tensor: criterion({"features": {"output": tensor}}, teacher_outputs), student
-    )
-    expected, expected_gradient = loss_and_gradient(
-        lambda tensor: loss_of_paper(tensor, teacher, 2), student
-    )
-    of_l1_norm, _ = loss_and_gradient(lambda tensor: loss_of_paper(tensor, teacher, 1), student)
+    loss, gradient = loss_and_gradient(loss_of_torchdistill, student, teacher)
+    expected, expected_gradient = loss_and_gradient(loss_of_paper, student, teacher, 2)
+    of_l1_norm, _ = loss_and_gradient(loss_of_paper, student, teacher, 1)
     cosine = torch.cosine_similarity(gradient, expected_gradient, dim=0).item()
     print(f"batch of {batch_size}")
     print(f"    SPKDLoss:                {loss:.3e}")
