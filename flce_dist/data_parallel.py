@@ -12,6 +12,7 @@ from flce_dist.arguments import values
 from flce_dist.arguments.check_tensors import (
     FLOATS,
     check_group,
+    check_numbers,
     check_tensor,
     check_tensors,
     check_tokens,
@@ -137,13 +138,16 @@ def _check_tokens(
         for name, x in {"hidden": hidden, **of_tokens}.items():
             check_plain(name, x, "tokens")
         check_tensor("hidden", hidden, FLOATS)
+        of_tokens = dict(of_tokens)
         if not isinstance(of_tokens["temperature"], Tensor):
             values.positive("temperature", of_tokens["temperature"])
-            of_tokens = {**of_tokens, "temperature": None}
+            of_tokens["temperature"] = None
         # The weight is not gathered, and checked later: one without rows stands for it.
         rows = hidden.new_empty(0, *hidden.shape[-1:])
-        check_tensors(hidden, rows, bias=None, **of_tokens)
-        check_tokens(hidden, of_tokens["labels"], LossOptions(), 1)
+        labels = of_tokens.pop("labels")
+        check_tensors(hidden, rows, labels, bias=None)
+        check_tokens(hidden, labels, LossOptions(), 1)
+        check_numbers(hidden, labels, **of_tokens)
 
 
 def _mean_as_sum(counted: Tensor, token_weight: Tensor | None, P: int) -> tuple[Tensor, Tensor]:

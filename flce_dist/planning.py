@@ -18,7 +18,13 @@ from flce_dist.arguments.check_options import (
     check_rows,
     known_shards,
 )
-from flce_dist.arguments.check_tensors import check_group, check_tensors, check_tokens, is_dense
+from flce_dist.arguments.check_tensors import (
+    check_group,
+    check_numbers,
+    check_tensors,
+    check_tokens,
+    is_dense,
+)
 from flce_dist.arguments.decide import planned
 from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.dtensor import check_has_memory
@@ -127,8 +133,12 @@ def plan(
     if values.flag("compiled", compiled) and low_rank is None:  # as such a call, before all else
         check_compiled(checked, needs)
     device = tensors["hidden"].device
-    check_tensors(**tensors, **{name: _stand_in(x, device) for name, x in of_tokens.items()})
-    check_tokens(tensors["hidden"], tensors["labels"], checked, P)
+    check_tensors(**tensors)
+    hidden_sizes = tensors["hidden"]
+    labels_sizes = tensors["labels"]
+    check_tokens(hidden_sizes, labels_sizes, checked, P)
+    numbers = {name: _stand_in(x, device) for name, x in of_tokens.items()}
+    check_numbers(hidden_sizes, labels_sizes, **numbers)
     operands = _Operands(tensors, needs)
     if low_rank is not None:
         operands = _with_low_rank(operands, low_rank, checked, dtype)
@@ -275,7 +285,7 @@ def _sizes_of(name: str, x: Any, dtype: torch.dtype) -> Tensor:
 
 def _stand_in(x: Any, device: torch.device) -> Any:
     """Return what stands for a tensor of a number for each token, if it is one with metadata."""
-    if not isinstance(x, Tensor) or not is_dense(x):
+    if not isinstance(x, Tensor) or not is_dense(x) or x.is_quantized:
         return x
     element = torch.empty((), dtype=x.dtype, device=device if x.is_meta else x.device)
     return element.requires_grad_(x.requires_grad).expand(x.shape)

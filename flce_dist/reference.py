@@ -52,7 +52,9 @@ def reference_linear_cross_entropy(
     label_logprob = logprob.gather(-1, labels).squeeze(-1)
     correct = (logits.gather(-1, labels).squeeze(-1) >= logits.amax(-1)) & counted
 
-    loss = -(1 - label_smoothing) * label_logprob + z_loss_weight * lse.square()
+    loss = -(1 - label_smoothing) * label_logprob
+    if z_loss_weight:
+        loss = loss + z_loss_weight * lse.square()
     if label_smoothing:
         loss = loss - label_smoothing * logprob.mean(-1)
     token_weight = _weights(token_weight, loss, counted)

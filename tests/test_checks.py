@@ -112,6 +112,9 @@ VALUE_ERRORS: dict[str, dict[str, Any]] = {
     "labels must be (6,) from hidden (6, 4), got (6, 1): pass labels.reshape((6,))": {
         "labels": torch.zeros(T, 1).long()
     },
+    "labels must be (6,) from hidden (6, 4), got (2, 3): pass labels.reshape((6,))": {
+        "labels": torch.zeros(2, 3).long(), "token_weight": torch.ones(T)
+    },
     "labels must be (3, 2) from hidden (3, 2, 4), got (2, 3): pass labels.T": {
         "hidden": torch.zeros(3, 2, H), "labels": torch.zeros(2, 3).long()
     },

@@ -96,6 +96,21 @@ def test_labels_in_another_order_are_refused():
     assert torch.equal(one, flat)
 
 
+def test_tensors_are_checked_before_their_shapes_are_compared():
+    given = dict(zip(("hidden", "weight", "labels"), operands(), strict=True))
+    wrong: dict[str, Any] = {
+        "hidden": given["hidden"].tolist(),
+        "labels": given["labels"].tolist(),
+        "temperature": torch.ones(B, S).to_sparse(),
+    }
+    for name, x in wrong.items():
+        said = complaint(compat.linear_cross_entropy, **{**given, name: x})
+        assert said.startswith(f"{name} must be a "), said
+    flat = {**given, "hidden": torch.zeros(4), "sequence_first": True}
+    said = complaint(compat.linear_cross_entropy, **flat)
+    assert said == "hidden must be [S, B, H] with sequence_first=True, got (4,)"
+
+
 def test_temperatures_in_another_order_are_refused():
     given = operands()
     of_each = torch.rand(B, S) + 0.5

@@ -33,11 +33,17 @@ ERRORS: dict[str, dict[str, Any]] = {
     },
     f"teacher_temperature {OF_TOKENS}": {"teacher_temperature": torch.zeros(T)},
     f"temperature {OF_TOKENS}": {"temperature": torch.zeros(T)},
-    f"teacher_rows must be int64 or int32 [V] with V = {V} from weight, got torch.int64 (3,)": {
+    f"teacher_rows must be [V] with V = {V} from weight, got (3,)": {
         "teacher_rows": torch.zeros(3).long()
     },
-    f"teacher_rows must be int64 or int32 [V] with V = {V} from weight, got [0, 1]": {
+    "teacher_rows must be a torch.Tensor, got list: pass torch.as_tensor(teacher_rows)": {
         "teacher_rows": [0, 1]
+    },
+    "teacher_rows must hold data, got a tensor on device meta": {
+        "teacher_rows": torch.arange(V, device="meta")
+    },
+    "teacher_rows must be a dense tensor (torch.strided), got torch.sparse_coo": {
+        "teacher_rows": torch.arange(V).to_sparse()
     },
     f"teacher_rows must be within this rank's rows [0, {V}), got {[V] * 8} ...: "
     "use teacher_shard": {"teacher_rows": torch.full((V,), V)},

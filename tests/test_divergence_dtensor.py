@@ -49,3 +49,13 @@ def test_a_teacher_of_other_placements_is_refused_by_name(group):
     theirs = distribute_tensor(given.teacher_weight, mesh_of(2), [WHOLE])
     with pytest.raises(ValueError, match="teacher_weight must be a plain tensor or a DTensor"):
         linear_divergence(given.hidden, own, given.teacher_hidden, theirs, tp_group=group)
+
+
+@on_ranks(2)
+def test_rows_of_a_teacher_are_plain(group):
+    given = problem(tokens=(24,))
+    mesh = mesh_of(2)
+    rows = distribute_tensor(torch.arange(V), mesh, [WHOLE])
+    operands = given.hidden, given.weight, given.teacher_hidden, given.teacher_weight
+    with pytest.raises(ValueError, match=r"got a DTensor: pass teacher_rows.to_local\(\)"):
+        linear_divergence(*operands, teacher_rows=rows)

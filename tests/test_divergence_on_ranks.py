@@ -188,7 +188,11 @@ def test_a_teachers_dtensor_is_refused_with_a_way_out() -> None:
         weight = DTensor.from_local(
             torch.zeros(8, H_T), DeviceMesh.from_group(group, "cpu"), [Shard(0)]
         )
-        assert teacher_shard(weight.to_local(), (0, 8), tp_group=group).shape == (8, H_T)
+        own = weight.to_local()
+        assert teacher_shard(own, (0, 8), tp_group=group).shape == (8, H_T)
+        ids = DTensor.from_local(torch.arange(8), weight.device_mesh, [Shard(0)])
+        said = complaint(teacher_shard, own, ids, tp_group=group)
+        assert said.endswith("got a DTensor: pass rows.to_local()")
         return complaint(teacher_shard, weight, (0, 8), tp_group=group)
 
     for said in run_ranks(one, 2):

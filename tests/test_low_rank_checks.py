@@ -16,7 +16,7 @@ from tests.test_low_rank import H, R, T, V
     (torch.zeros(T, R), {}, r"^low_rank must be None or a pair of tensors \(x, b\), got a tensor"),
     ((torch.zeros(T, R), 1), {}, r"^low_rank\[1\] must be a torch.Tensor, got int"),
     ((torch.zeros(T, R), torch.zeros(V, R).double()), {}, r"^low_rank\[1\] must have dtype torch"),
-    ((torch.zeros(T + 1, R), torch.zeros(V, R)), {}, r"^low_rank\[0\] must be \(60, 'r'\) from"),
+    ((torch.zeros(T + 1, R), torch.zeros(V, R)), {}, r"^low_rank\[0\] must be \(60, r\) from"),
     ((torch.zeros(T, R), torch.zeros(R, V)), {}, r"^low_rank\[1\] must be \[V, r\] with V = 300"),
     ((torch.zeros(T, R), torch.zeros(V, R)), {"schedule": filtered.schedule(0.1)},
      r"^low_rank needs accumulate_dweight=False and a schedule that is a name"),

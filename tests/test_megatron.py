@@ -368,6 +368,20 @@ def test_ids_of_another_shape_are_named_as_the_model_has_them(group, shape, way_
     assert complaint(scores, model, ids, *inputs_of(batch()[0])) == start + way_out
 
 
+@pytest.mark.parametrize("options", [{}, {"metrics": True}, {"schedule": filtered.schedule(1e-3)}])
+@on_ranks(1)
+def test_tokens_that_are_no_dense_tensor_are_refused_by_name(group, options):
+    model = plugged(1, sp=False, **options)
+    tokens, labels = batch()
+    args = inputs_of(tokens)
+    for bad in (labels.tolist(), labels.to_sparse(), torch.nested.nested_tensor([labels, labels])):
+        assert complaint(model, *args, labels=bad).startswith("labels must be a ")
+    bad = torch.ones(B, S).to_sparse()
+    with torch.no_grad():
+        said = complaint(best_ids, model, *args, k=1, temperature=bad)
+    assert said == "temperature must be a dense tensor (torch.strided), got torch.sparse_coo"
+
+
 @on_ranks(1)
 def test_what_is_no_model_with_an_output_layer(group):
     model = megatron(1, False, False)

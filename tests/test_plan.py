@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flce_dist.arguments.options import ScheduleName
 from flce_dist.parallel.vocab import real_rows, vocab_range
 from flce_dist.schedules.choose import choose_schedule
-from flce_dist.schedules.fit import Plan
+from flce_dist.schedules.fit import Plan, Shape, widest_window
 from flce_dist.schedules.in_forward import InForward
 from tests.parallel_problem import chunks_of, plan_sizes
 from tests.problems import Upstream, both, check, make_inputs
@@ -59,6 +59,7 @@ def most_of_auto(T: int, V: int) -> int:
 @given(sizes, rows, itemsizes, schedules, budgets, hidden_sizes, st.booleans())
 @example(8192, 128_256, 2, "in_forward", GIB, 0, True)
 @example(8192, 128_256, 2, "cached", 2 * 8192 * 128_256, 0, True)
+@example(4855, 96_512, 4, "auto", None, 0, True)
 def test_the_budget_is_held(T, V, itemsize, schedule, budget, H, converts):
     """Also if a window of the cache is converted, which then has memory of its own."""
     chosen = make(T, V, itemsize, schedule, budget, H=H, converts=converts)
@@ -67,7 +68,8 @@ def test_the_budget_is_held(T, V, itemsize, schedule, budget, H, converts):
     smallest = SMALLEST * itemsize * (V + window if schedule == "in_forward" else T * pieces)
     asked = budget
     if budget is None and schedule in ("auto", "in_forward"):
-        asked = most_of_auto(T, V + window)
+        widest = widest_window(Shape(T, V, itemsize, converts, 0, 0)) if converts else 0
+        asked = most_of_auto(T, V + widest)
     assert held_bytes(chosen, itemsize, converts) <= chosen.logits_bytes
     if asked is not None:
         assert chosen.logits_bytes <= max(asked, smallest)

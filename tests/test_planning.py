@@ -214,6 +214,7 @@ def test_chunks_are_sections_where_hidden_is_split() -> None:
 
 def test_arguments_are_checked_as_those_of_a_call() -> None:
     hidden, weight, labels = tensors()
+    quantised = torch.quantize_per_tensor(torch.ones(T), 0.1, 0, torch.qint8)
     both: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
         ((hidden, weight.detach().T, labels), {}),
         ((hidden, weight, labels[:-1]), {}),
@@ -223,6 +224,8 @@ def test_arguments_are_checked_as_those_of_a_call() -> None:
         ((hidden, weight, labels), {"temperature": 0.0}),
         ((hidden, weight, labels), {"temperature": torch.ones(T - 1)}),
         ((hidden, weight, labels), {"token_weight": torch.ones(T, requires_grad=True)}),
+        ((hidden, weight, labels), {"token_weight": quantised}),
+        ((hidden, weight, labels[1:]), {"token_weight": torch.ones(T)}),
         ((hidden.detach().to_sparse(), weight, labels), {}),
         ((hidden, weight.detach().to_sparse(), labels), {}),
         ((hidden.half(), weight, labels.to_sparse()), {}),

@@ -55,6 +55,15 @@ def test_nothing_of_an_ignored_token_reaches_gradients_where_all_ids_are_banned(
     assert not dweight.any()
 
 
+def test_a_loss_without_z_loss_does_not_square_lse():
+    """Beyond 2^64 its square is inf in fp32."""
+    hidden, weight = (x.detach().float() for x in operands())
+    of_each = torch.full((T,), 2.0**-70)
+    loss, lse, *_ = reference_linear_cross_entropy(hidden, weight, LABELS, temperature=of_each)
+    assert lse.abs().max() > 2.0**64
+    assert loss.isfinite()
+
+
 def test_more_best_ids_than_there_are():
     hidden, weight = operands()
     few = reference_linear_top_k(hidden, weight, V)

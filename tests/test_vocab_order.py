@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch.distributed.tensor import distribute_tensor
 
 from flce_dist.filtered import frequency_order
 from flce_dist.filtered.vocab_order import TILE_V
+from tests.meshes import WHOLE, mesh_of
+from tests.on_ranks import on_ranks
 
 
 def test_equal_counts_go_by_token_id_and_bits_do_not_vary():
@@ -38,6 +41,8 @@ def test_every_rank_gets_the_same_tiles_or_one_more(P, vocab_size, rows):
 @pytest.mark.parametrize(("counts", "rows", "message"), [
     (torch.zeros(2, 3), None, r"counts must be a tensor \[V_all\], got \(2, 3\)"),
     ([1, 2, 3], None, r"counts must be a tensor \[V_all\], got list"),
+    (torch.ones(3, device="meta"), None, "counts must hold data, got a tensor on device meta"),
+    (torch.ones(3).to_sparse(), None, "counts must be a dense tensor .* got torch.sparse_coo"),
     (torch.tensor([4, -0.5]), None, "counts must be real numbers of at least 0, got -0.5"),
     (torch.tensor([4, torch.nan]), None, "counts must be real numbers of at least 0, got nan"),
     *((torch.zeros(5), wrong, "padded_vocab_size must be None or an int within "
@@ -46,3 +51,10 @@ def test_every_rank_gets_the_same_tiles_or_one_more(P, vocab_size, rows):
 def test_wrong_counts_are_refused(counts, rows, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         frequency_order(counts, padded_vocab_size=rows)
+
+
+@on_ranks(1)
+def test_counts_are_plain(group):
+    counts = distribute_tensor(torch.ones(3), mesh_of(1), [WHOLE])
+    with pytest.raises(ValueError, match=r"got a DTensor: pass counts.full_tensor\(\)"):
+        frequency_order(counts)

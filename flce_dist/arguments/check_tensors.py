@@ -13,9 +13,7 @@ OF_GRADIENTS = "; the gradient of each has the dtype that was passed"
 """What a complaint about dtypes ends with, unless its tensors get no gradient."""
 
 
-def check_tensors(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, **of_tokens: Tensor | None
-) -> None:
+def check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
     """Check types, devices and the shapes that do not depend on the group."""
     check_tensor("hidden", hidden, FLOATS)
     check_tensor("weight", weight, FLOATS, hidden)
@@ -23,6 +21,10 @@ def check_tensors(
     check_shapes(hidden, weight)
     check_bias(bias, weight, hidden)
     check_one_dtype(hidden, weight=weight, bias=bias)
+
+
+def check_numbers(hidden: Tensor, labels: Tensor, **of_tokens: Tensor | None) -> None:
+    """Check tensors of a number for each token, whose shape is that of labels, checked before."""
     for name, x in of_tokens.items():
         if x is None:
             continue

@@ -65,8 +65,8 @@ def check_factors(x: Tensor, b: Tensor, hidden: Tensor, weight: Tensor) -> None:
         check_tensor(f"low_rank[{i}]", factor, (hidden.dtype,), hidden)
     if x.shape[:-1] != hidden.shape[:-1] or x.dim() < 1:
         raise ValueError(
-            f"low_rank[0] must be {(*hidden.shape[:-1], 'r')} from hidden {tuple(hidden.shape)}, "
-            f"got {tuple(x.shape)}"
+            f"low_rank[0] must be {values.shape(*hidden.shape[:-1], 'r')} from hidden "
+            f"{tuple(hidden.shape)}, got {tuple(x.shape)}"
         )
     if b.shape != (len(weight), x.shape[-1]):
         raise ValueError(

@@ -12,6 +12,7 @@ from flce_dist.arguments import values
 from flce_dist.arguments.check_tensors import (
     LABELS,
     check_group,
+    check_numbers,
     check_tensor,
     check_tensors,
     check_tokens,
@@ -135,7 +136,8 @@ def check_passed(arguments: Arguments) -> int:
     """Check the group, and the tensors as far as its size P tells; return P."""
     hidden, weight, labels, bias, token_weight, temperature, options, tp_group = arguments
     check_group(tp_group, sequence_parallel=options.sequence_parallel)
-    check_tensors(hidden, weight, labels, bias, token_weight=token_weight, temperature=temperature)
+    check_tensors(hidden, weight, labels, bias)
     P = collectives.group_size(tp_group)
     check_tokens(hidden, labels, options, P)
+    check_numbers(hidden, labels, token_weight=token_weight, temperature=temperature)
     return P

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.api import linear_cross_entropy_with_metrics
+from flce_dist.arguments.check_tensors import FLOATS, LABELS, check_tensor
 from flce_dist.arguments.options import Reduction
 from flce_dist.compat.stand_ins import StandIns
 
@@ -35,7 +36,15 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes do not belong together, or an argument is wrong, as for ours.
     """
+    check_tensor("hidden", hidden, FLOATS)
+    check_tensor("labels", labels, LABELS, hidden)
+    if isinstance(temperature, Tensor):
+        check_tensor("temperature", temperature, FLOATS, hidden)
     if sequence_first:
+        if hidden.dim() < 3:
+            raise ValueError(
+                f"hidden must be [S, B, H] with sequence_first=True, got {tuple(hidden.shape)}"
+            )
         hidden = hidden.transpose(0, 1)
     expected = hidden.shape[:-1]
     # Without ones: a batch of one sequence has its tokens in order anyway.

@@ -20,7 +20,7 @@ from flce_dist.arguments.check_tensors import (
     check_shapes,
     check_tensor,
 )
-from flce_dist.arguments.dtensor import localized
+from flce_dist.arguments.dtensor import check_plain, localized
 from flce_dist.arguments.options import LossOptions
 from flce_dist.arguments.passed import (
     Arguments,
@@ -237,12 +237,11 @@ def _with_rows(arguments: Arguments, rows: Tensor, student: Arguments) -> Argume
     weight = arguments.weight
     bias = arguments.bias
     V = len(student.weight)
-    if not isinstance(rows, Tensor) or rows.dtype not in LABELS or rows.shape != (V,):
-        got = (
-            f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else values.shown(rows)
-        )
+    check_plain("teacher_rows", rows, "rows")
+    check_tensor("teacher_rows", rows, LABELS, student.hidden)
+    if rows.shape != (V,):
         raise ValueError(
-            f"teacher_rows must be int64 or int32 [V] with V = {V} from weight, got {got}"
+            f"teacher_rows must be [V] with V = {V} from weight, got {tuple(rows.shape)}"
         )
     start = collectives.group_rank(student.tp_group) * len(weight)
     if arguments.options.vocab_range is not None:

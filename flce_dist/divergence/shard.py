@@ -97,6 +97,7 @@ def _checked_rows(rows: Tensor | tuple[int, int], teacher_weight: Tensor) -> Ten
                 f"{values.shown(rows)}"
             )
         rows = torch.arange(start, end, device=teacher_weight.device)
+    check_plain("rows", rows, "rows")
     check_tensor("rows", rows, LABELS, teacher_weight, "teacher_weight")
     if rows.dim() != 1:
         raise ValueError(f"rows must be (start, end) or [V] ids, got {tuple(rows.shape)}")

@@ -4,8 +4,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from flce_dist.arguments import values
+from flce_dist.arguments.check_tensors import check_tensor
 from flce_dist.kernels.filtered.tiles import TILE_V
 
 SHARDS = 64  # an order gives equal work to P ranks if P divides this
@@ -45,12 +47,7 @@ def frequency_order(counts: Tensor, *, padded_vocab_size: int | None = None) -> 
         order = filtered.frequency_order(torch.bincount(ids_of_text, minlength=1000))
         labels = order.row_of_token[ids]  # train on these, and save order.token_of_row
     """
-    if not isinstance(counts, Tensor) or counts.dim() != 1 or not counts.numel():
-        got = tuple(counts.shape) if isinstance(counts, Tensor) else type(counts).__name__
-        raise ValueError(f"counts must be a tensor [V_all], got {got}")
-    if counts.is_complex() or not (counts >= 0).all():  # nor NaN
-        least = counts.dtype if counts.is_complex() else counts.min().item()
-        raise ValueError(f"counts must be real numbers of at least 0, got {least}")
+    _check_counts(counts)
     V_all = len(counts)
     words = f"within [V_all = {V_all}, 2**63)"
     rows = values.integer("padded_vocab_size", padded_vocab_size, words, least=V_all, optional=True)
@@ -62,6 +59,21 @@ def frequency_order(counts: Tensor, *, padded_vocab_size: int | None = None) -> 
     places = torch.tensor(_dealt(whole // TILE_V, rows), dtype=torch.long, device="cpu")
     token_of_row[:whole].view(-1, TILE_V)[places] = tokens[:whole].view(-1, TILE_V)
     return VocabOrder(token_of_row, token_of_row.argsort())
+
+
+def _check_counts(counts: Tensor) -> None:
+    if not isinstance(counts, Tensor):
+        raise ValueError(f"counts must be a tensor [V_all], got {type(counts).__name__}")
+    if isinstance(counts, DTensor):
+        raise ValueError(
+            "counts must be a plain tensor, got a DTensor: pass counts.full_tensor() on all ranks"
+        )
+    check_tensor("counts", counts, (counts.dtype,))
+    if counts.dim() != 1 or not counts.numel():
+        raise ValueError(f"counts must be a tensor [V_all], got {tuple(counts.shape)}")
+    if counts.is_complex() or not (counts >= 0).all():  # nor NaN
+        least = counts.dtype if counts.is_complex() else counts.min().item()
+        raise ValueError(f"counts must be real numbers of at least 0, got {least}")
 
 
 def _dealt(tiles: int, rows: int) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.megatron.layouts import check_tokens, copy_transposed, transposed
+from flce_dist.megatron.layouts import check_tokens, copy_transposed, has_dimensions, transposed
 
 
 class FusedLayer:
@@ -109,8 +109,8 @@ class FusedLayer:
 def _by_sequence(x: Tensor, ranks: int) -> Tensor:
     """[s, b, ...] to [ranks * b, s / ranks, ...], in each rank's part one sequence after the other.
 
-    Its own inverse. A scalar stays as it is; so does any x with ``ranks=0``.
+    Its own inverse. What is no such tensor stays as it is; so does any x with ``ranks=0``.
     """
-    if x.dim() < 2 or not ranks:
+    if not (ranks and has_dimensions(x)) or x.dim() < 2:
         return x
     return x.unflatten(0, (ranks, -1)).transpose(1, 2).flatten(0, 1)

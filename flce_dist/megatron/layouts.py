@@ -10,20 +10,21 @@ import torch
 from torch import Tensor
 
 from flce_dist.arguments import values
+from flce_dist.arguments.check_tensors import is_dense
 from flce_dist.arguments.rank_check import refusals_told
 
 
 def check_tokens(layer: Any, function: str, hidden: Tensor, **of_tokens: Any) -> None:
     """Check that tensors are [b, s], ``ids`` [b, s, K], for ``hidden`` [s, b, H] of all ranks.
 
-    Under sequence parallelism hidden is [s / P, b, H]. What is no tensor, or a scalar, is left to
-    ``function``, which the layer calls next.
+    Under sequence parallelism hidden is [s / P, b, H]. What is no dense tensor, or a scalar, is
+    left to ``function``, which the layer calls next.
     """
     s, b = hidden.shape[:2]
     ranks = layer.tp_group.size() if layer.sequence_parallel else 1
     tokens = (b, s * ranks)
     for name, x in of_tokens.items():
-        if not isinstance(x, Tensor) or x.dim() == 0:
+        if not has_dimensions(x) or x.dim() == 0:
             continue
         dims = 3 if name == "ids" else 2
         if x.shape[:2] == tokens and x.dim() == dims:
@@ -58,7 +59,12 @@ def _way_out(name: str, x: Tensor, tokens: tuple[int, int], dims: int, *, is_spl
 
 def transposed(x: Any) -> Any:
     """[b, s, ...] to [s, b, ...] and back; what is no such tensor stays as it is."""
-    return x.transpose(0, 1).contiguous() if isinstance(x, Tensor) and x.dim() > 1 else x
+    return x.transpose(0, 1).contiguous() if has_dimensions(x) and x.dim() > 1 else x
+
+
+def has_dimensions(x: Any) -> bool:
+    """Whether x is a dense tensor, whose dimensions may be put into another order."""
+    return isinstance(x, Tensor) and is_dense(x)
 
 
 def copy_transposed(x: Tensor) -> Tensor:
