@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# A mesh, or DDP, keeps gloo's threads alive. Of a collective one of them releases Python objects,
+# and aborts the process if the interpreter is ending then (torch 2.13).
+WITHOUT_FINALIZING = "import os, sys; sys.stdout.flush(); os._exit(0)\n"
 
 
 def scripts_of(page: Path) -> list[str]:

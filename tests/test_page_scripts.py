@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.doc_scripts import WITHOUT_FINALIZING
 from tests.processes import ROOT, started, torchrun
 
 MOST_LINES = 25
@@ -14,9 +15,6 @@ NEEDS = {
     "parallel_style": "torch",
     "torchtitan": "torchtitan",
 }
-# A mesh keeps gloo's threads alive. Of a DTensor's collective one of them releases Python objects,
-# and aborts the process if the interpreter is ending then (torch 2.13).
-WITHOUT_FINALIZING = "import os, sys; sys.stdout.flush(); os._exit(0)\n"
 
 
 @pytest.mark.parametrize("page", NEEDS)
