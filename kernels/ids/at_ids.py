@@ -60,7 +60,7 @@ def _logits_at_ids_kernel(
     if token_ptr is None:  # ids are labels
         tl.device_assert(
             ((id >= 0) & (id < vocab_size)) | (id == ignore_index),
-            "labels must be within [0, vocab_size) or ignore_index",
+            "labels, and ids of scores, must be within [0, vocab_size) or ignored",
         )
     hidden_ptr += token * stride_hidden_t
     weight_ptr += row * stride_weight_v

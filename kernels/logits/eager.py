@@ -17,9 +17,8 @@ SCRATCH_BYTES = 8 << 20  # of one [T, W] temporary; a handful live at once
 def assert_in_vocabulary(labels: Tensor, counted: Tensor, vocab_size: int) -> None:
     """Assert on the device that labels are within [0, vocab_size) where they are counted."""
     in_vocabulary = (labels >= 0) & (labels < vocab_size)
-    assert_soon(
-        (in_vocabulary | ~counted).all(), "labels must be within [0, vocab_size) or ignore_index"
-    )
+    words = "labels, and ids of scores, must be within [0, vocab_size) or ignored"
+    assert_soon((in_vocabulary | ~counted).all(), words)
 
 
 def dlogits(
