@@ -21,6 +21,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -178,7 +179,7 @@ def run(command: list[str], gpus: str, output: TextIO | None = None) -> int:
 
 
 class Measuring:
-    """Runs commands on groups of GPUs, each on one that no other command then uses.
+    """Runs commands on groups of GPUs.
 
     What has succeeded once at this commit is not run again: ``out`` has a note of it.
     """
@@ -186,25 +187,56 @@ class Measuring:
     def __init__(self, out: Path, groups: list[str]):
         self._out = out
         self._commit = str(about(torch.device("cpu"))["commit"])
+        self._groups = groups
         self._free: SimpleQueue[str] = SimpleQueue()
         for gpus in groups:
             self._free.put(gpus)
 
     def run(self, name: str, command: list[str]) -> int:
-        """Run the command that measures a file; return its exit status, and say one above 0."""
+        """Run the command that measures a file, on GPUs that no other then uses."""
+
+        def alone() -> int:
+            gpus = self._free.get()
+            try:
+                return run(command, gpus)
+            finally:
+                self._free.put(gpus)
+
+        return self._once(name, alone)
+
+    def verify(self, name: str, parts: list[list[str]]) -> int:
+        """Run the parts at once, since they compile for longer than they compute; write the file.
+
+        Returns the largest exit status.
+        """
+        files = [Path(part[-1]) for part in parts]
+
+        def run_part(part: list[str], file: Path, gpus: str) -> int:
+            def beside_others() -> int:
+                file.unlink(missing_ok=True)  # of another commit
+                with file.with_suffix(".log").open("w") as log:
+                    return run(part, gpus, log)
+
+            return self._once(file.stem, beside_others)
+
+        with ThreadPoolExecutor(len(parts)) as pool:
+            status = max(pool.map(run_part, parts, files, itertools.cycle(self._groups)))
+        if all(file.exists() for file in files):
+            found = [json.loads(file.read_text()) for file in files]
+            write_json(self._out / f"{name}.json", closest(found))
+        return status
+
+    def _once(self, name: str, measure: Callable[[], int]) -> int:
+        """Measure what has no note yet; return the exit status, and say one above 0."""
         note = self._out / f"{name}.done"
         if note.exists() and note.read_text() == self._commit:
             print(f"{name}: measured before")
             return 0
-        gpus = self._free.get()
-        try:
-            status = run(command, gpus)
-        finally:
-            self._free.put(gpus)
+        status = measure()
         if status == 0:
             note.write_text(self._commit)
         else:
-            print(f"{name}: not measured, exit status {status}")
+            print(f"{name}: exit status {status}")
         return status
 
 
@@ -257,27 +289,6 @@ def closest(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {"about": described, "records": list(rows.values())}
 
 
-def verify(name: str, parts: list[list[str]], groups: list[str], out: Path) -> int:
-    """Run the parts at once, since they compile for longer than they compute; write the file.
-
-    A part whose output is there is not run again. Returns the largest exit status.
-    """
-
-    def run_part(part: list[str], gpus: str) -> int:
-        file = Path(part[-1])
-        if file.exists():
-            return 0
-        with file.with_suffix(".log").open("w") as log:
-            return run(part, gpus, log)
-
-    with ThreadPoolExecutor(len(parts)) as pool:
-        status = max(pool.map(run_part, parts, itertools.cycle(groups)))
-    files = [Path(part[-1]) for part in parts]
-    if all(file.exists() for file in files):
-        write_json(out / f"{name}.json", closest([json.loads(x.read_text()) for x in files]))
-    return status
-
-
 def measure_all(machine: str, out: Path, text: Path | None) -> int:
     """Measure what is alone and what trains, then side by side, each on GPUs of its own; verify."""
     plan = spec()["machines"][machine]
@@ -293,7 +304,7 @@ def measure_all(machine: str, out: Path, text: Path | None) -> int:
             shutil.copy(compared, out / f"{name}{compared.suffix}")
     with ThreadPoolExecutor(len(groups)) as pool:
         status += pool.map(lambda name: measuring.run(name, *todo[name]), todo)
-    status += [verify(name, parts, groups, out) for name, parts in checks.items()]
+    status += [measuring.verify(name, parts) for name, parts in checks.items()]
     return max(status, default=0)
 
 

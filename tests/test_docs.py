@@ -175,7 +175,7 @@ def test_a_run_that_trains_leaves_its_comparison_as_a_result(monkeypatch, capsys
     assert capsys.readouterr().out == "head: measured before\n"
     (new / "head.done").write_text("another commit")
     assert results.measure_all("one", new, None) == 1
-    assert capsys.readouterr().out == "head: not measured, exit status 1\n"
+    assert capsys.readouterr().out == "head: exit status 1\n"
     results.show(new)
     taken = {file.name: file.read_text() for file in files.iterdir()}
     assert taken == {"head.json": "json", "head.png": "png"}
@@ -201,7 +201,8 @@ def test_the_error_closest_to_its_budget_is_kept(tmp_path):
         part = {"commit": "abc", "passed": i > 0, "seconds": i, "records": [record]}
         written.append(part)
         parts.append([sys.executable, "-c", WRITES, json.dumps(part), str(tmp_path / f"{i}.json")])
-    assert results.verify("all", parts, ["0", "1"], tmp_path) == 0
+    measuring = results.Measuring(tmp_path, ["0", "1"])
+    assert measuring.verify("all", parts) == 0
     found = json.loads((tmp_path / "all.json").read_text())
     (row,) = found["records"]
     assert found["about"]["commit"] == "abc" and not found["about"]["passed"] and row["cases"] == 3
@@ -213,6 +214,37 @@ def test_the_error_closest_to_its_budget_is_kept(tmp_path):
     written[1]["commit"] = "def"
     with pytest.raises(ValueError, match="parts must be of one commit and machine"):
         results.closest(written)
+
+
+PART = """
+import sys
+text, status, path = sys.argv[1:]
+open(path, "w").write(text)
+open(f"{path}.runs", "a").write("x")
+sys.exit(int(status))
+"""
+
+
+def test_parts_of_verify_that_missed_a_budget_or_are_of_another_commit_run_again(tmp_path, capsys):
+    """Their files are there all the same."""
+    part = json.dumps({"commit": "abc", "passed": False, "seconds": 1, "records": []})
+    statuses = {"met": 0, "missed": 1}
+    parts = [
+        [sys.executable, "-c", PART, part, str(status), str(tmp_path / f"{name}.json")]
+        for name, status in statuses.items()
+    ]
+    measuring = results.Measuring(tmp_path, ["0"])
+    for _ in range(2):
+        assert measuring.verify("all", parts) == 1
+    assert (tmp_path / "all.json").exists()
+    runs = {name: len((tmp_path / f"{name}.json.runs").read_text()) for name in statuses}
+    assert runs == {"met": 1, "missed": 2}
+    assert capsys.readouterr().out.count("missed: exit status 1\n") == 2
+    (tmp_path / "met.done").write_text("another commit")
+    (tmp_path / "all.json").unlink()
+    parts[0][2] = "raise SystemExit(3)"
+    assert measuring.verify("all", parts) == 3
+    assert not (tmp_path / "all.json").exists(), "a file of another commit stands for none"
 
 
 def test_a_killed_command_has_not_succeeded():
