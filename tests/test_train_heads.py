@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from flce_dist.launch.about import about
 from flce_dist.launch.program import RunError
 from flce_dist.launch.train import heads
 from flce_dist.launch.train.config import flatten, load_config
@@ -16,12 +18,13 @@ from flce_dist.launch.write import write_json
 
 CONFIG = "configs/convergence.yaml"
 STEPS = 40
+ABOUT = about(torch.device("cpu"))
 
 
 def write_run(config: Any, ms: float) -> None:
     """Leave what a run leaves: slow steps first, later ones of ``ms``, and one that was slow."""
     config.out_dir.mkdir(parents=True)
-    facts = {"hardware": "this", "commit": "1234567", "ranks": 4}
+    facts = {**ABOUT, "hardware": "this", "ranks": 4}
     write_json(config.out_dir / RUN, {**facts, "command": ["python"], "config": flatten(config)})
     log = RunLog(config.out_dir, step=0, steps=config.steps, head_mib=7.0)
     for step in range(1, config.steps + 1):
@@ -65,7 +68,7 @@ def test_every_head_makes_the_same_run(started, tmp_path, monkeypatch, capsys):
     assert all(config == rest[0] for config in rest)
 
     written = json.loads((tmp_path / "x.json").read_text())
-    assert written["about"]["commit"] == "1234567" and "config" not in written["about"]
+    assert written["about"]["commit"] == ABOUT["commit"] and "config" not in written["about"]
     of_heads = {record["head"]: record for record in written["records"]}
     assert list(of_heads) == list(ways)
     assert [x["p50_ms"] for x in of_heads.values()] == [100.0, 200.0, 300.0, 400.0]
@@ -74,6 +77,19 @@ def test_every_head_makes_the_same_run(started, tmp_path, monkeypatch, capsys):
     assert of_heads["cached"]["peak_mib"] == STEPS and of_heads["cached"]["head_mib"] == 7.0
     assert of_heads["cached"]["validation_loss"] == 8.5
     assert "megatron_fused" in capsys.readouterr().out
+
+
+def test_steps_of_another_commit_are_not_taken_for_this_ones(started, tmp_path, monkeypatch):
+    """A run that had ended is not repeated: its times would be reported under this commit."""
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    monkeypatch.setattr(heads, "about", lambda device: ABOUT)
+    assert heads.main(arguments(tmp_path / "x")) == 0
+    commands = len(started)
+    old = {**ABOUT, "commit": "another"}
+    write_json(tmp_path / "x" / "in_forward" / RUN, {**old, "config": {}})
+    with pytest.raises(RunError, match=r"in_forward holds .*: commit is 'another' there.*--out"):
+        heads.main(arguments(tmp_path / "x"))
+    assert len(started) == commands
 
 
 def test_a_run_that_fails_ends_it(started, tmp_path, monkeypatch):

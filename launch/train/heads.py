@@ -4,7 +4,8 @@
         --data.text corpus.txt --steps 100 --out runs/heads
 
 All arguments but ``--out`` are those of flce_dist.launch.train. Runs are kept in ``out``/, where a
-run that had ended is not repeated, and one that had not goes on. Result: out.json,
+run that had ended is not repeated, and one that had not goes on; those of another commit are
+refused. Result: out.json,
 {"about": {...}, "records": [...]}; of the steps after the first 20 the median counts.
 """
 
@@ -18,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from flce_dist.launch.about import VERSIONS, about
 from flce_dist.launch.read import parse_json, read_bytes
 from flce_dist.launch.train.config import load_config
 from flce_dist.launch.train.log import METRICS, RUN, record_in
@@ -60,9 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
     runs = {
         name: [*of_train, *how, "--out-dir", f"{own.out / name}"] for name, how in HEADS.items()
     }
-    for of_run in runs.values():
+    for name, of_run in runs.items():
         if load_config(of_run).steps <= WARM_UP:
             raise RunError(f"--steps must be more than the {WARM_UP} that warm up")
+        _check_version(own.out / name)
     for name, of_run in runs.items():
         print(f"{name}:", flush=True)
         command = [sys.executable, "-m", "flce_dist.launch.train", *of_run]
@@ -70,10 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
         if status:
             return status
     of_runs = {name: _facts(own.out / name) for name in runs}
-    about = {key: x for key, x in of_runs["cached"].items() if key not in ("command", "config")}
-    about["command"] = shlex.join(["python", "-m", PROGRAM, *arguments])
+    facts = {key: x for key, x in of_runs["cached"].items() if key not in ("command", "config")}
+    facts["command"] = shlex.join(["python", "-m", PROGRAM, *arguments])
     records = [_record(name, of_runs[name], own.out / name) for name in runs]
-    write_json(path, {"about": about, "records": records})
+    write_json(path, {"about": facts, "records": records})
     for record in records:
         print(
             "{head:17}{p50_ms:9.1f} ms, {tokens_per_s:9,.0f} tokens/s, its head "
@@ -81,6 +85,27 @@ def main(arguments: list[str] | None = None) -> int:
         )
     print(f"records in {path}")
     return 0
+
+
+def _check_version(run: Path) -> None:
+    """Raise ``RunError`` if a run is there that another commit or version has begun.
+
+    It would go on, or not be repeated, and its steps would count as those of this one.
+    """
+    if not (run / RUN).exists():
+        return
+    now = about(torch.device("cpu"))
+    before = _facts(run)
+    differences = [
+        f"{key} is {before.get(key)!r} there and {now[key]!r} here"
+        for key in VERSIONS
+        if before.get(key) != now[key]
+    ]
+    if differences:
+        raise RunError(
+            f"{run} holds steps of other code: {'; '.join(differences)}. Give another --out, or "
+            "move it elsewhere"
+        )
 
 
 def _facts(run: Path) -> dict[str, Any]:
