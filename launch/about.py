@@ -22,7 +22,7 @@ def about(device: torch.device) -> dict[str, Any]:
     return {
         "hardware": torch.cuda.get_device_name(device) if cuda else f"CPU {platform.machine()}",
         "flce_dist": flce_dist.__version__,
-        "commit": _commit(),
+        "commit": _commit(Path(__file__).resolve()),
         "torch": torch.__version__,
         "triton": version_of("triton"),
         "megatron-core": version_of("megatron-core"),
@@ -58,12 +58,18 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
-    """Return the checkout's commit, "-dirty" behind it if files differ; None in a wheel."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    here = Path(__file__).resolve().parent
+def _commit(file: Path) -> str | None:
+    """Return the checkout's commit, "-dirty" behind it if files differ; None in a wheel.
+
+    A wheel's files may lie in a checkout of something else, which does not know them.
+    """
+    is_known = ["git", "ls-files", "--error-unmatch", file.name]
+    describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
-        run = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=10)
+        runs = [
+            subprocess.run(command, cwd=file.parent, capture_output=True, text=True, timeout=10)
+            for command in (is_known, describe)
+        ]
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return run.stdout.strip() if run.returncode == 0 else None
+    return None if any(run.returncode for run in runs) else runs[1].stdout.strip()

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from flce_dist.launch import __main__ as listing
-from flce_dist.launch import program
+from flce_dist.launch import about, program
 from flce_dist.launch.program import EXTRAS, MODULES, RunError, run_program
 from flce_dist.testing import RankPool
 from tests import machine
@@ -54,6 +55,24 @@ def test_half_of_a_launchers_environment_is_named(variables, message, monkeypatc
         monkeypatch.setenv(name, value)
     with pytest.raises(RunError, match=message):
         program.launcher_number("LOCAL_RANK", alone=0)
+
+
+def test_a_commit_is_of_our_own_checkout(tmp_path):
+    """A wheel may be installed below a checkout of something else."""
+    file = tmp_path / "site-packages" / "about.py"
+    file.parent.mkdir()
+    file.touch()
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "a"], check=True)
+    assert about._commit(file) is None
+    subprocess.run([*git, "add", str(file)], check=True)
+    dirty = about._commit(file)
+    assert dirty is not None and dirty.endswith("-dirty")
+    subprocess.run([*git, "commit", "--quiet", "--message", "b"], check=True)
+    clean = about._commit(file)
+    assert clean is not None and re.fullmatch("[0-9a-f]{7,}", clean)
+    assert about._commit(tmp_path / "nowhere" / "about.py") is None
 
 
 @pytest.fixture
