@@ -29,10 +29,19 @@ _exchanges = itertools.count()
 
 
 def device_type_of(asked: str) -> str:
-    """Return "cuda" or "cpu", also for "auto"; raise ``ConfigError`` if the GPU is missing."""
+    """Return "cuda" or "cpu", also for "auto".
+
+    Raises ``ConfigError`` on every rank of a host that has too few GPUs for them.
+    """
     has_gpu = torch.cuda.is_available()
     require(asked != "cuda" or has_gpu, "device=cuda needs a GPU, found none")
-    return ("cuda" if has_gpu else "cpu") if asked == "auto" else asked
+    kind = ("cuda" if has_gpu else "cpu") if asked == "auto" else asked
+    if kind == "cuda":
+        ranks = launcher_number("LOCAL_WORLD_SIZE", alone=1)
+        gpus = torch.cuda.device_count()
+        needs = f"device={asked} needs a GPU for each of the {ranks} ranks here, found {gpus}"
+        require(ranks <= gpus, f"{needs}; start fewer, or give --device cpu")
+    return kind
 
 
 def start(device_type: str) -> tuple[torch.device, Group]:

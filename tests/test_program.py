@@ -14,11 +14,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from flce_dist.launch import __main__ as listing
 from flce_dist.launch import about, program
+from flce_dist.launch.process_group import device_type_of
 from flce_dist.launch.program import EXTRAS, MODULES, RunError, run_program
+from flce_dist.launch.train.config import HeadConfig, RunConfig
+from flce_dist.launch.train.ranks import choose_device
+from flce_dist.launch.yaml_config import ConfigError
 from flce_dist.testing import RankPool
 from tests import machine
 from tests.processes import started
@@ -55,6 +60,34 @@ def test_half_of_a_launchers_environment_is_named(variables, message, monkeypatc
         monkeypatch.setenv(name, value)
     with pytest.raises(RunError, match=message):
         program.launcher_number("LOCAL_RANK", alone=0)
+
+
+@pytest.mark.parametrize("asked", ["auto", "cuda"])
+def test_a_host_with_too_few_gpus_for_its_ranks_is_named_on_each(asked, monkeypatch):
+    """Else those without one fail at their device, and others wait for them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for rank, ranks in ((0, 2), (1, 2), (0, 3), (2, 3)):
+        for name, value in (("RANK", 8), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", ranks)):
+            monkeypatch.setenv(name, str(value))
+        config = RunConfig(device=asked)
+        assert device_type_of("cpu") == "cpu"
+        if ranks == 2:
+            assert device_type_of(asked) == "cuda"
+            assert choose_device(config) == torch.device("cuda", rank)
+            continue
+        needs = f"^device={asked} needs a GPU for each of the 3 ranks here, found 2; start fewer"
+        with pytest.raises(ConfigError, match=needs):
+            choose_device(config)
+        with pytest.raises(ConfigError, match=needs):
+            device_type_of(asked)
+
+
+def test_ours_on_a_gpu_is_refused_without_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device(RunConfig()) == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"^head\.impl=triton needs GPUs; on CPU use eager"):
+        choose_device(RunConfig(head=HeadConfig(impl="triton")))
 
 
 def test_a_commit_is_of_our_own_checkout(tmp_path):

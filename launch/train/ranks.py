@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from flce_dist.launch.process_group import quiet_megatron
+from flce_dist.launch.process_group import device_type_of, quiet_megatron
 from flce_dist.launch.program import launcher_number
 from flce_dist.launch.train.config import RunConfig
 from flce_dist.launch.yaml_config import require
@@ -109,14 +109,12 @@ def is_orphan(parent: int, proc: Path = Path("/proc")) -> bool:
 
 def choose_device(config: RunConfig) -> torch.device:
     """Return the device of this rank; ``ConfigError`` if there is no GPU that it needs."""
-    gpus = torch.cuda.device_count()
-    kind = ("cuda" if gpus else "cpu") if config.device == "auto" else config.device
-    local_rank, local_ranks = (launcher_number(f"LOCAL_{x}") for x in ("RANK", "WORLD_SIZE"))
-    needs = f"device=cuda needs a GPU for each of the {local_ranks} ranks here, found {gpus}"
-    require(kind == "cpu" or local_ranks <= gpus, needs)
+    kind = device_type_of(config.device)
     needs = "head.impl=triton needs GPUs; on CPU use eager or leave it out"
     require(kind == "cuda" or config.head.impl != "triton", needs)
-    return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", launcher_number("LOCAL_RANK"))
 
 
 def join_ranks(device: torch.device) -> None:

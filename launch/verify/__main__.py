@@ -63,7 +63,7 @@ class Settings:
     schedules: tuple[ScheduleName, ...] = ("recompute", "cached", "in_forward", "auto")
     impl: Impl | None = None
     """By default what linear_cross_entropy chooses on this device."""
-    device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: Annotated[int, SEED] = 0
     output: Path | None = None
     """JSON file for all errors and budgets, the hardware and the versions."""
