@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flce_dist.launch.finetune import __main__ as finetune
-from flce_dist.launch.finetune.config import FinetuneConfig, load_config
+from flce_dist.launch.finetune.config import FinetuneConfig, RunSpec, load_config
 from flce_dist.launch.program import RunError
 from flce_dist.launch.yaml_config import ConfigError
 
@@ -85,6 +85,14 @@ def test_the_plug_in_makes_the_loss_of_its_runs_alone(tmp_path, monkeypatch):
     assert wrong == ["flce_dist", "flce_dist"]
     steps = 1 + 1 + 2 * (1 + 1)  # warming up, memory, samples behind one that is not timed
     assert len(called) == 2 * steps
+
+
+@pytest.mark.parametrize(("loss", "status"), [(11.5, "ok"), (float("nan"), "wrong")])
+def test_a_run_without_another_to_compare_with_has_a_loss_at_least(loss, status):
+    """Its first step's."""
+    run = finetune.Measured(RunSpec(), lambda: torch.zeros(()), loss=loss, samples_ms=[1.0])
+    (record,) = finetune._records([run], FinetuneConfig())
+    assert record["status"] == status and record["loss_error"] is None
 
 
 def test_a_missing_library_is_named(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from flce_dist.launch.program import RunError, run_program  # isort: skip  # bef
 
 import dataclasses
 import importlib.util
+import math
 import random
 import shlex
 import sys
@@ -143,12 +144,11 @@ def _records(runs: list[Measured], config: FinetuneConfig) -> list[dict[str, Any
 def _record(run: Measured, theirs: Measured | None, config: FinetuneConfig) -> dict[str, Any]:
     p20, p50, p80 = np.quantile(run.samples_ms, (0.2, 0.5, 0.8)).tolist()
     ratio = error = None
-    status = "ok"
+    is_right = math.isfinite(run.loss)
     if theirs is not None:
         ratio = p50 / float(np.quantile(theirs.samples_ms, 0.5))
         error = abs(run.loss - theirs.loss) / abs(theirs.loss)
-        budget = max(LOSS_BUDGET, torch.finfo(DTYPES[config.dtype]).eps)
-        status = "ok" if error <= budget else "wrong"  # NaN is wrong
+        is_right = error <= max(LOSS_BUDGET, torch.finfo(DTYPES[config.dtype]).eps)
     return {
         "impl": run.spec.impl,
         "mode": "step",
@@ -161,7 +161,7 @@ def _record(run: Measured, theirs: Measured | None, config: FinetuneConfig) -> d
         "loss": run.loss,
         "loss_error": error,
         "ratio": ratio,
-        "status": status,
+        "status": "ok" if is_right else "wrong",
     }
 
 
