@@ -14,12 +14,14 @@ import torch
 pytest.importorskip("tyro")
 
 from flce_dist.launch.bench import __main__ as bench
+from flce_dist.launch.bench import loss_functions
 from flce_dist.launch.bench.config import floor_of
 from flce_dist.launch.bench.divergences import KINDS
 from flce_dist.launch.bench.files import read_results
 from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.peers import PEERS, Peer, canonical
 from flce_dist.launch.bench.report import FIELDS
+from flce_dist.launch.program import RunError
 from flce_dist.launch.yaml_config import ConfigError
 from tests.bench_run import EAGER, arguments, peer, records, run
 from tests.on_ranks import on_ranks
@@ -166,7 +168,7 @@ def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
 def raising_after(good_calls: int):
     calls = itertools.count()
 
-    def raises(*operands):
+    def raises(*operands, **options):
         if next(calls) >= good_calls:
             raise torch.OutOfMemoryError("no memory for [logits]\nwith a long explanation")
         return canonical(*operands)
@@ -202,6 +204,50 @@ def test_each_run_is_judged_by_itself(tmp_path, monkeypatch, capsys):
     assert run(tmp_path, runs, "--fresh") == 0
     assert {record.status for record in records(tmp_path, "slightly")} == {"wrong"}
     assert {record.status for record in records(tmp_path, "torch_eager")} == {"ok"}
+
+
+def test_a_yardstick_that_is_wrong_itself_excuses_nothing(tmp_path, monkeypatch):
+    """Gradients of zeros are off by 1, which is less than three times that."""
+    for name in ("zero", "torch_eager"):
+        peer(monkeypatch, lambda h, w, y: canonical(scaled(h, 0.0), w, y), name)
+    assert run(tmp_path, "  - {impl: zero}\n  - {impl: torch_eager}\n") == 0
+    for record in records(tmp_path, "zero") + records(tmp_path, "torch_eager"):
+        assert record.status == "wrong" and record.message.startswith("dhidden is off by 1.0e+00")
+
+
+@pytest.mark.parametrize(("fault", "said"), [
+    (lambda h, w, y, **_: canonical(scaled(h, 0.9), w, y), "wrong: eager cached at {}: dhidden is"),
+    (raising_after(0), "error: eager cached at {}: OutOfMemoryError: no memory"),
+    (raising_after(6), "error: eager cached at {}: OutOfMemoryError: no memory"),
+])  # fmt: skip
+def test_a_run_of_ours_that_is_wrong_or_fails_is_a_failure(
+    tmp_path, monkeypatch, capsys, fault, said
+):
+    """Also where the shape was measured before; a peer's is a result."""
+    monkeypatch.setattr(loss_functions, "linear_cross_entropy", fault)
+    peer(monkeypatch, raising_after(0))
+    runs = EAGER + "  - {impl: canonical}\n"
+    for _ in range(2):
+        assert run(tmp_path, runs) == 1
+        printed = capsys.readouterr().out.splitlines()
+        for T in (24, 12):
+            assert sum(x.startswith(said.format(f"T={T} H=16 V=64 fp32")) for x in printed) <= 1
+        assert any(x.startswith(said.format("T=24 H=16 V=64 fp32")) for x in printed)
+        assert not any(x.startswith(("error: canonical", "wrong: canonical")) for x in printed)
+    assert {record.status for record in records(tmp_path, "canonical")} == {"error"}
+
+
+def test_what_cannot_be_measured_here_is_said_before_anything_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(bench, "start", lambda *args: pytest.fail("begun"))
+    with pytest.raises(ConfigError, match=r"^cuda_graph needs a GPU, got device=cpu$"):
+        run(tmp_path, EAGER, "--device", "auto", "--cuda-graph")
+    for suffix, options in ((".csv", []), (".profile.json", ["--profile"])):
+        path = tmp_path / "out" / f"found.v1{suffix}"
+        path.mkdir(parents=True)
+        with pytest.raises(RunError, match=rf"cannot write {path}: Is a directory$"):
+            run(tmp_path, EAGER, *options)
+        path.rmdir()
 
 
 def test_a_loss_in_half_precision_may_be_rounded(tmp_path):

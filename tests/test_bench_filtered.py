@@ -110,6 +110,21 @@ def test_dropped_tiles_are_those_of_the_definition(drops_dweight, monkeypatch):
     assert relative_rms(exact["dhidden"], wanted["dhidden"]) > 1e-3
 
 
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("hidden", lambda x: x[:-1], r"hidden must be \(256, 16\) beside .*, got \(255, 16\)"),
+    ("hidden", lambda x: x.double(), "of one dtype, one of torch.bfloat16, .*, got torch.float64 "),
+    ("counts", lambda x: x[1:], r"counts must be \(2048,\) beside .*, got \(2047,\)"),
+    ("labels", lambda x: x.clone().fill_(-100), r"within \[0, 2048\), got -100 to -100"),
+    ("labels", lambda x: x + 2048, r"labels must be ids within \[0, 2048\), got 20"),
+])  # fmt: skip
+def test_a_tensor_that_does_not_fit_is_named(tmp_path, name, change, message):
+    """A label below 0 counted from the end."""
+    given = content()
+    torch.save({**given, name: change(given[name])}, tmp_path / "head.pt")
+    with pytest.raises(ConfigError, match=rf"^head: .*head\.pt: .*{message}"):
+        load_head(tmp_path / "head.pt", 1)
+
+
 def test_another_file_is_refused(tmp_path):
     torch.save({"hidden": torch.zeros(1)}, tmp_path / "head.pt")
     (tmp_path / "empty.pt").touch()

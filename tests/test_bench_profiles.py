@@ -1,9 +1,11 @@
 """The benchmark's profiles: kernels by run, in a file beside the results."""
 
 import contextlib
+import errno
 import gzip
 import json
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Interval
 
+from flce_dist.launch.bench import profiles as profiles_module
+from flce_dist.launch.bench.files import read_profiles
 from flce_dist.launch.bench.profiles import Activity, Profile, describe, profile_of, take_profile
 from tests import bench_run
 
@@ -66,8 +70,63 @@ def test_each_run_of_each_shape_has_its_kernels_and_its_trace(tmp_path):
     launches = [sum(kernel["launches"] for kernel in profile["kernels"]) for profile in again]
     assert [x["launches"] for x in records] == launches
     assert len(again) == 4 and again != profiles, "a shape replaces its own profiles"
-    assert run(tmp_path, "--profile") == again, "shapes measured before are not profiled again"
+    assert run(tmp_path, "--profile") == again, "shapes profiled before are not measured again"
     assert not list(tmp_path.glob("out/*.gz")), "a profile comes without a trace"
+
+
+def test_shapes_that_were_measured_without_a_profile_or_trace_get_one(tmp_path, capsys):
+    """So do those after whose results a benchmark was killed. Records stay one for each run."""
+    assert run(tmp_path) == []
+    assert len(run(tmp_path, "--profile")) == 4
+    assert "measured before" not in capsys.readouterr().out
+    profiles = tmp_path / "out" / "found.v1.profile.json"
+    content = json.loads(profiles.read_text())
+    content["profiles"] = [x for x in content["profiles"] if x["shape"]["T"] == 24]
+    profiles.write_text(json.dumps(content))
+    assert len(run(tmp_path, "--profile")) == 4
+    said = capsys.readouterr().out
+    assert "T=24 H=16 V=64 fp32: measured before" in said
+    assert "T=12 H=16 V=64 fp32: measured before" not in said
+    run(tmp_path, "--trace")
+    assert "measured before" not in capsys.readouterr().out
+    assert len(list(tmp_path.glob("out/*.trace.json.gz"))) == 4
+    run(tmp_path, "--trace")
+    assert capsys.readouterr().out.count("measured before") == 2
+    names = [(r.T, r.run.name) for r in bench_run.records(tmp_path)]
+    assert sorted(names) == sorted(set(names)) and len(names) == 4
+
+
+def test_shapes_of_one_size_have_profiles_of_their_own(tmp_path):
+    grid = bench_run.GRID.replace("T: 12, H: 16, V: 64", "T: 24, H: 16, V: 64, counted: 0.5")
+    assert bench_run.run(tmp_path, RECOMPUTE, "--profile", grid=grid) == 0
+    _, found = read_profiles(tmp_path / "out" / "found.v1.profile.json")
+    titles = "T=24, H=16, V=64, fp32", "T=24, H=16, V=64, fp32, counted=0.5"
+    runs = "gemm4", "eager recompute"
+    assert [(x.shape, x.run) for x in found] == [(title, run) for title in titles for run in runs]
+
+
+def test_a_run_that_cannot_be_profiled_has_failed(tmp_path, monkeypatch, capsys):
+    """It keeps its times; a trace that cannot be written leaves none in part."""
+    original = profiles_module.shutil.copyfileobj
+
+    def full(source: Any, to: Any) -> None:
+        if "eager" in str(to.name):
+            to.write(b"part")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(source, to)
+
+    monkeypatch.setattr(profiles_module.shutil, "copyfileobj", full)
+    assert bench_run.run(tmp_path, RECOMPUTE, "--trace") == 1
+    for record in bench_run.records(tmp_path):
+        assert record.p50_ms > 0
+        assert (record.status, record.launches is None) == (
+            ("ok", False) if record.op == "floor" else ("error", True)
+        )
+        reason = "not profiled: RunError: cannot write .*eager.*: No space left on device"
+        assert record.op == "floor" or re.match(reason, record.message)
+    assert "not profiled" in capsys.readouterr().out
+    names = {path.name.split(".")[3] for path in (tmp_path / "out").glob("*fp32*")}
+    assert names == {"gemm4"}
 
 
 def one_step(start: float) -> list[Activity]:

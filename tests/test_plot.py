@@ -144,6 +144,18 @@ def test_time_over_the_share_of_tokens_that_count():
     assert shares(DIAL) is None
 
 
+def test_shapes_that_differ_in_the_tokens_that_count_have_panels_of_their_own():
+    figure: Any = memory([GRADIENTS[2], replace(GRADIENTS[2], counted=0.5, workspace_mib=50.0)])
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titles == ["T=8, H=16, V=64, bf16", "T=8, H=16, V=64, bf16, counted=0.5"]
+    others = [replace(r, counted=0.5, p50_ms=3.0) for r in OVER_RANKS if r.op != "floor"]
+    others += [replace(r, counted=0.5) for r in OVER_RANKS if r.op == "floor"]
+    whole: Any = scaling([*OVER_RANKS, *others])
+    alone: Any = scaling(OVER_RANKS)
+    assert texts(whole) == texts(alone), "numbers of one shape are not another's"
+    assert len(whole.axes) == 4
+
+
 def test_a_file_without_a_figure_is_named(tmp_path, capsys):
     write_results(tmp_path / "empty", ABOUT, [])
     write_results(tmp_path / "some", ABOUT, GRADIENTS)
@@ -174,7 +186,13 @@ def test_time_of_best_ids_against_their_number():
         record("triton", 10.0 + i, mode="forward", best=what, ids=k, ratio=1.0 + i / 10)
         for i, (what, k) in enumerate(given)
     ]
-    figure: Any = best([record("gemm1", 10.0, mode="forward"), *found])
+    # That have the name of the loss otherwise.
+    others = [
+        record("triton", 30.0, mode="forward", ratio=9.0, **fields)
+        for fields in ({"over": "vocabulary"}, {"divergence": "tv"})
+    ]
+    figure: Any = best([record("gemm1", 10.0, mode="forward"), *found, *others])
+    assert np.allclose(figure.axes[0].lines[1].get_ydata(), 1.0)
     lines = {line.get_label(): line for line in figure.axes[0].lines}
     assert set(lines) == {"best ids", "the loss", "ranks", "samples"}
     assert np.asarray(lines["best ids"].get_xdata()).tolist() == [1, 64, 256]

@@ -7,6 +7,9 @@ At each shape every run is called, compared with fp64 and measured for memory. T
 turns in this process, so that a warm GPU or a busy host affects all alike. The order is shuffled in
 each round, since a run that draws little power leaves a cool GPU to the next. Result files are
 replaced after each shape; a benchmark that was interrupted continues after the last complete shape.
+
+The exit status is 1 if a run of ours or a floor is wrong or failed at any shape. What a peer does
+is a result: its row says so.
 """
 
 from flce_dist.launch.program import launcher_number, run_program  # isort: skip  # before other packages
@@ -17,7 +20,7 @@ import random
 import shlex
 import sys
 import time
-from operator import attrgetter
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -43,23 +46,25 @@ from flce_dist.launch.bench.report import Record, make_records, table
 from flce_dist.launch.process_group import Group, device_type_of, on_rank_0, rank_and_size, start
 from flce_dist.launch.read import digest
 from flce_dist.launch.write import check_writable, with_suffix
+from flce_dist.launch.yaml_config import require
 
 VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_", "TORCH_SYMM_MEM_")
 """How variables begin that decide how collectives run, and beside what."""
 
-_PROBLEM = attrgetter("T", "H", "V", "dtype", "flagged", "counted", "contiguous")
-"""What tells shapes apart, of a ``ShapeSpec`` or a ``Record``."""
-
 
 def main(args: list[str] | None = None) -> int:
-    """Return 0 if the benchmark ran to its end, whatever single runs did."""
+    """Return 1 if a run of ours or a floor is wrong or failed, else 0."""
     rank = launcher_number("RANK", alone=0)
     P = launcher_number("WORLD_SIZE", alone=1)
     argv = sys.argv[1:] if args is None else args
     config = load_config(argv, world_size=P, show_errors=rank == 0)
     device_type = device_type_of(config.device)
+    on_gpu = device_type == "cuda"
+    require(on_gpu or not config.cuda_graph, "cuda_graph needs a GPU, got device=cpu")
     if rank == 0:
-        check_writable(with_suffix(config.out, ".json"))
+        profiles = [".profile.json"] if config.profile or config.trace else []
+        for suffix in (".json", ".csv", *profiles):
+            check_writable(with_suffix(config.out, suffix))
     head = None
     if config.head is not None:
         head = load_head(config.head, config.widen)
@@ -67,18 +72,23 @@ def main(args: list[str] | None = None) -> int:
     device, tp_group = start(device_type)
     console = Console(quiet=rank != 0, width=None if sys.stdout.isatty() else 170)
     try:
-        _bench(config, head, device, tp_group, console)
+        records = _bench(config, head, device, tp_group, console)
     finally:
         megatron_peer.stop()
         if tp_group is None and dist.is_initialized():  # the peer made one for itself
             dist.destroy_process_group()
-    return 0
+    failed = [record for record in records if record.is_failure]
+    for record in failed:
+        line = f"{record.status}: {record.run.name} at {record.shape.name}: {record.message}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return int(bool(failed))
 
 
 def _bench(
     config: BenchConfig, head: Problem | None, device: torch.device, tp_group: Group,
     console: Console,
-) -> None:  # fmt: skip
+) -> list[Record]:  # fmt: skip
+    """Measure every shape that the files do not have; return the records of all."""
     rank, P = rank_and_size(tp_group)
     packages = {peer.package for peer in PEERS.values() if peer.package is not None}
     packages |= {peer.package for peer in DIVERGENCES.values() if peer.package is not None}
@@ -95,21 +105,22 @@ def _bench(
     records: list[Record] = []
     if not config.fresh:  # rank 0 alone writes, and other hosts may not see its files
         records = on_rank_0(lambda: files.records_so_far(config.out, facts))
+    done = {record.shape for record in records}
     if config.profile or config.trace:
-        on_rank_0(lambda: files.profiles_so_far(config.out))
-    done = set(map(_PROBLEM, records))
+        done &= set(on_rank_0(lambda: files.profiled_so_far(config.out, facts, config.trace)))
     shapes = config.shapes if head is None else (head.shape,)
     for number, shape in enumerate(shapes, start=1):
-        if _PROBLEM(shape) in done:
+        alone = dataclasses.replace(shape, runs=())
+        if alone in done:
             console.print(f"{shape.name}: measured before")
             continue
         started = time.monotonic()
         of_shape, profiles = _bench_shape(config, shape, head, device, tp_group, console)
-        records += of_shape
-        if rank == 0:
-            files.write_results(config.out, facts, records)
-            if profiles:
-                files.write_profiles(config.out, facts, shape.size, profiles)
+        records = [record for record in records if record.shape != alone] + of_shape
+        on_rank_0(partial(files.write_results, config.out, facts, records))
+        if profiles:
+            of_problem = config.out, facts, shape.problem, profiles
+            on_rank_0(partial(files.write_profiles, *of_problem))
         console.print(table(of_shape))
         for name, profile in profiles.items():
             if profile.step_us is not None:
@@ -117,6 +128,7 @@ def _bench(
         took = f"{time.monotonic() - started:.1f} s"
         console.print(f"shape {number} of {len(shapes)}, {took}", highlight=False)
     console.print(f"records in {with_suffix(config.out, '.json')} and .csv", highlight=False)
+    return records
 
 
 def _bench_shape(
@@ -165,6 +177,9 @@ def _bench_shape(
                 profiles[measured.run.name] = profile
                 launches = sum(kernel.launches for kernel in profile.kernels)
                 records[i] = dataclasses.replace(records[i], launches=launches)
+            elif records[i].status == "ok":
+                message = f"not profiled: {measured.failure}"
+                records[i] = dataclasses.replace(records[i], status="error", message=message)
         measured.release()
     del all_measured, measured, problem
     # Code compiled for one shape must not count towards torch.compile's limit. If there is none,

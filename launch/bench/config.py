@@ -124,8 +124,14 @@ class ShapeSpec:
     """Runs at this shape in place of the common ones."""
 
     @property
-    def size(self) -> dict[str, Any]:
-        return {"T": self.T, "H": self.H, "V": self.V, "dtype": self.dtype}
+    def problem(self) -> dict[str, Any]:
+        """What tells shapes apart: all but the runs."""
+        return {x.name: getattr(self, x.name) for x in dataclasses.fields(self) if x.name != "runs"}
+
+    @property
+    def title(self) -> str:
+        """The name as figures have it."""
+        return self.name.replace(" ", ", ")
 
     @property
     def name(self) -> str:
@@ -181,8 +187,6 @@ def load_config(argv: list[str], *, world_size: int, show_errors: bool = True) -
 def check_config(config: BenchConfig, *, world_size: int) -> None:
     """Raise ``ConfigError`` for what cannot run on ``world_size`` ranks."""
     check_ranges(config)
-    on_cpu = config.device == "cpu"
-    require(not (config.cuda_graph and on_cpu), "cuda_graph needs a GPU, got device=cpu")
     if config.head is not None:
         require(not config.shapes, "head has a shape of its own; shapes must name none")
         return

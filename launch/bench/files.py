@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flce_dist.launch.bench.config import Dtype, ShapeSpec
 from flce_dist.launch.bench.profiles import Profile
 from flce_dist.launch.bench.report import FIELDS, Record
 from flce_dist.launch.read import parse_json, read_bytes
@@ -21,13 +22,16 @@ from flce_dist.launch.yaml_config import ConfigError, converted, require
 
 
 @dataclass(frozen=True)
-class _Size:
-    """Of a shape in a profile."""
+class _Problem:
+    """A shape as a profile has it; older files lack what has a default."""
 
     T: int
     H: int
     V: int
-    dtype: str
+    dtype: Dtype
+    flagged: int = 0
+    counted: float = 1.0
+    contiguous: bool = False
 
 
 class ProfiledRun(NamedTuple):
@@ -58,25 +62,42 @@ def write_results(out: Path, about: dict[str, Any], records: list[Record]) -> No
 def write_profiles(
     out: Path, about: dict[str, Any], shape: dict[str, Any], profiles: dict[str, Profile]
 ) -> None:
-    """Put the profiles of one shape's runs, by name, into ``out.profile.json``.
+    """Put the profiles of a shape's runs, by name, into ``out.profile.json``.
 
     What the file has of other shapes stays if it is of the same hardware, versions and commit.
     """
-    about = parse_json(strict_json({key: about[key] for key in about if key != "command"}))
-    before, entries = profiles_so_far(out)
-    kept = [entry for entry in entries if before == about and entry["shape"] != shape]
+    kept = [entry for entry in _profiles_so_far(out, about) if entry["shape"] != shape]
     for name, profile in profiles.items():
         kept.append({"shape": shape, "run": name, **dataclasses.asdict(profile)})
-    write_json(with_suffix(out, ".profile.json"), {"about": about, "profiles": kept})
-
-
-def profiles_so_far(out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return ``about`` and the entries of ``out.profile.json``; none if there is no such file.
-
-    Raises as ``read_profiles``.
-    """
     path = with_suffix(out, ".profile.json")
-    return _read(path, *_PROFILES, _profile_entry) if path.exists() else ({}, [])
+    write_json(path, {"about": _of_profiles(about), "profiles": kept})
+
+
+def profiled_so_far(out: Path, about: dict[str, Any], traced: bool) -> list[ShapeSpec]:
+    """Return the shapes in ``out.profile.json`` if it is of this commit, hardware and versions.
+
+    With ``traced`` those alone whose runs there have traces, too. Raises as ``read_profiles``.
+    """
+    shapes: dict[ShapeSpec, bool] = {}
+    for entry in _profiles_so_far(out, about):
+        shape = ShapeSpec(**entry["shape"])
+        has_trace = trace_file(out, shape.name, entry["run"]).exists()
+        shapes[shape] = shapes.get(shape, True) and (has_trace or not traced)
+    return [shape for shape, is_whole in shapes.items() if is_whole]
+
+
+def _profiles_so_far(out: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the entries of ``out.profile.json``; none if it is not there, or of another commit."""
+    path = with_suffix(out, ".profile.json")
+    if not path.exists():
+        return []
+    before, entries = _read(path, *_PROFILES, _profile_entry)
+    return entries if before == _of_profiles(about) else []
+
+
+def _of_profiles(about: dict[str, Any]) -> Any:
+    """Return what profiles of several commands have in common, as a file has it."""
+    return parse_json(strict_json({key: about[key] for key in about if key != "command"}))
 
 
 def read_results(path: Path) -> tuple[dict[str, Any], list[Record]]:
@@ -131,11 +152,11 @@ def _profile_entry(entry: Any, place: str) -> dict[str, Any]:
 
 def _profiled_run(entry: Any, place: str) -> ProfiledRun:
     require(isinstance(entry, dict), f"{place} must hold keys and values, got {entry!r:.60}")
-    size = converted(entry["shape"], _Size, f"{place}.shape")
+    problem = converted(entry["shape"], _Problem, f"{place}.shape")
     run = converted(entry["run"], str, f"{place}.run")
     numbers = {name: x for name, x in entry.items() if name not in ("shape", "run")}
-    shape = f"T={size.T}, H={size.H}, V={size.V}, {size.dtype}"
-    return ProfiledRun(shape, run, converted(numbers, Profile, place))
+    title = ShapeSpec(**vars(problem)).title
+    return ProfiledRun(title, run, converted(numbers, Profile, place))
 
 
 def records_so_far(out: Path, about: dict[str, Any]) -> list[Record]:

@@ -20,7 +20,7 @@ from flce_dist.launch.bench.config import RunSpec, ShapeSpec
 from flce_dist.launch.bench.divergences import true_divergence
 from flce_dist.launch.process_group import Group, own_tokens, rank_and_size, reduced
 from flce_dist.launch.read import regular
-from flce_dist.launch.yaml_config import ConfigError
+from flce_dist.launch.yaml_config import ConfigError, require
 from flce_dist.testing import relative_rms
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -164,17 +164,40 @@ def load_head(path: Path, widen: int) -> Problem:
         with open(path, "rb", opener=regular):
             pass
         exported = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        order = frequency_order(exported["counts"])
-        hidden = exported["hidden"][:HEAD_T]
-        weight = exported["weight"][order.token_of_row]
-        labels = order.row_of_token[exported["labels"][:HEAD_T]]
-        hidden, weight = (x.repeat(1, widen) / widen**0.5 for x in (hidden, weight))
+        hidden, weight, labels, counts = (
+            exported[name] for name in ("hidden", "weight", "labels", "counts")
+        )
+        _check_head(hidden, weight, labels, counts)
+        order = frequency_order(counts)
+        labels = order.row_of_token[labels[:HEAD_T]]
+        weight = weight[order.token_of_row]
+        hidden, weight = (x.repeat(1, widen) / widen**0.5 for x in (hidden[:HEAD_T], weight))
         return Problem(hidden, weight, labels)
+    except ConfigError as error:
+        raise ConfigError(f"head: {path}: {error}") from error
     except Exception as error:  # whatever a file of another kind leads to
         raise ConfigError(
             "head must be a file of torch.save with a dictionary of hidden, weight, labels and "
             f"counts, got {path}: {error!r}"
         ) from error
+
+
+def _check_head(hidden: Tensor, weight: Tensor, labels: Tensor, counts: Tensor) -> None:
+    """Raise ``ConfigError`` unless the tensors are of one head that can be measured."""
+    T = len(labels)
+    V, H = weight.shape
+    for name, x, shape in (("hidden", hidden, (T, H)), ("counts", counts, (V,))):
+        got = tuple(x.shape)
+        require(got == shape, f"{name} must be {shape} beside labels and weight, got {got}")
+    dtypes = {hidden.dtype, weight.dtype}
+    expected = f"one of {', '.join(map(str, DTYPES.values()))}"
+    is_one = len(dtypes) == 1 and dtypes <= set(DTYPES.values())
+    given = f"{hidden.dtype} and {weight.dtype}"
+    require(is_one, f"hidden and weight must be of one dtype, {expected}, got {given}")
+    require(labels.dim() == 1 and T > 0, f"labels must be [T], got {tuple(labels.shape)}")
+    least, largest = int(labels.min()), int(labels.max())  # negative ones would count from the end
+    is_id = 0 <= least and largest < V
+    require(is_id, f"labels must be ids within [0, {V}), got {least} to {largest}")
 
 
 @torch.no_grad()

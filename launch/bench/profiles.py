@@ -6,7 +6,10 @@ while nothing else runs on this device. Waiting for the other ranks is part of i
 kernels; copies do not begin before, so there it is idling.
 """
 
+import gzip
 import re
+import shutil
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,7 +20,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from flce_dist.launch.write import check_writable
+from flce_dist.launch.write import replacing
 
 Kind = Literal["products", "other", "communication"]
 
@@ -89,8 +92,7 @@ def take_profile(
         if on_gpu:
             torch.cuda.synchronize(device)
     if trace is not None:
-        check_writable(trace)
-        prof.export_chrome_trace(str(trace))
+        _write_trace(trace, prof)
     if not on_gpu:
         times = [(event.name, event.self_cpu_time_total) for event in prof.events() or []]
         return Profile(_by_name(times, 1 + calls))
@@ -104,6 +106,19 @@ def take_profile(
     later_calls = by_call(activities, 1 + calls)[1:]
     counted = [x for of_call in later_calls for x in of_call]
     return profile_of(counted, calls) if counted else profile_of(activities, 1 + calls)
+
+
+def _write_trace(path: Path, prof: torch.profiler.profile) -> None:
+    """Replace ``path`` by all events, compressed, in one step."""
+    with tempfile.TemporaryDirectory() as folder:
+        plain = f"{folder}/trace.json"
+        prof.export_chrome_trace(plain)
+        with (
+            replacing(path) as scratch,
+            open(plain, "rb") as events,
+            gzip.GzipFile(scratch, "wb") as packed,
+        ):
+            shutil.copyfileobj(events, packed)
 
 
 def profile_of(activities: list[Activity], calls: int) -> Profile:

@@ -6,6 +6,7 @@ All are of runs with gradients, a panel for each shape, in the order of the file
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -90,17 +91,25 @@ def mark_gemms(line: Callable[..., Any]) -> None:
     line(4 / 3, color="black", linewidth=0.8, linestyle=":")
 
 
-def with_gradients(records: Iterable[Record]) -> dict[str, list[Record]]:
-    return by_shape(records, "forward_backward")
+def with_gradients(
+    records: Iterable[Record], *, of_any_share: bool = False
+) -> dict[str, list[Record]]:
+    return by_shape(records, "forward_backward", of_any_share=of_any_share)
 
 
-def by_shape(records: Iterable[Record], mode: str) -> dict[str, list[Record]]:
-    """Group what was not skipped by shape, floors too; a shape with floors alone drops out."""
+def by_shape(
+    records: Iterable[Record], mode: str, *, of_any_share: bool = False
+) -> dict[str, list[Record]]:
+    """Group what was not skipped by shape, floors too; a shape with floors alone drops out.
+
+    With ``of_any_share`` shapes that differ in the tokens that count are one.
+    """
     shapes: dict[str, list[Record]] = {}
     for r in records:
         if r.mode == mode and not r.is_skipped:
+            whole = replace(r.shape, counted=1.0, contiguous=False) if of_any_share else r.shape
             ranks = f", {r.P} ranks" if r.P > 1 else ""
-            shapes.setdefault(f"T={r.T}, H={r.H}, V={r.V}, {r.dtype}{ranks}", []).append(r)
+            shapes.setdefault(f"{whole.title}{ranks}", []).append(r)
     return {s: of_shape for s, of_shape in shapes.items() if any(r.op != "floor" for r in of_shape)}
 
 
@@ -193,7 +202,7 @@ def dial(records: list[Record]) -> Figure | None:
 def shares(records: list[Record]) -> Figure | None:
     """Draw time against the share of tokens that count, of random masks."""
     drawn: dict[str, Lines] = {}
-    for shape, of_shape in with_gradients(records).items():
+    for shape, of_shape in with_gradients(records, of_any_share=True).items():
         lines: Lines = {}
         for r in of_shape:
             is_drawn = r.op != "floor" and r.schedule in (None, "auto") and not r.contiguous
@@ -214,7 +223,11 @@ def best(records: list[Record]) -> Figure | None:
     """Draw the time of best ids against their number, beside the loss, ranks and samples."""
     drawn: dict[str, Lines] = {}
     for shape, of_shape in by_shape(records, "forward").items():
-        times = {(r.impl, r.best, r.ids): r.ratio for r in of_shape if r.ratio is not None}
+        times = {
+            (r.impl, r.best, r.ids): r.ratio
+            for r in of_shape
+            if r.ratio is not None and r.over is None and r.divergence is None
+        }
         for impl in OURS:
             line = {
                 float(k): y for (of, kind, k), y in times.items() if (of, kind) == (impl, "top_k")

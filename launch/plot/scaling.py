@@ -13,6 +13,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from flce_dist.launch.bench.config import ShapeSpec
 from flce_dist.launch.bench.report import Record
 from flce_dist.launch.plot import figures
 from flce_dist.launch.yaml_config import require
@@ -47,7 +48,7 @@ def one_grid(files: list[ResultFile]) -> list[ResultFile]:
 
 def scaling(records: list[Record]) -> Figure | None:
     """Draw time and memory on each P for each run with gradients; None if there is one P only."""
-    problems: dict[tuple[int, int, int, str], dict[str, OverRanks]] = {}  # by T, H, V, dtype
+    problems: dict[ShapeSpec, dict[str, OverRanks]] = {}
     for r in filter(_is_drawn, records):
         problems.setdefault(r.shape, {}).setdefault(r.run.name, {})[r.P] = r
     for problem, runs in problems.items():
@@ -63,8 +64,8 @@ def scaling(records: list[Record]) -> Figure | None:
     )
     drawn = [r for runs in problems.values() for over in runs.values() for r in over.values()]
     least = figures.least_mib(drawn)
-    for ((T, H, V, dtype), runs), (times, memory) in zip(problems.items(), panels, strict=True):
-        times.set_title(f"T={T}, H={H}, V={V}, {dtype}", fontsize=9, loc="left")
+    for (shape, runs), (times, memory) in zip(problems.items(), panels, strict=True):
+        times.set_title(shape.title, fontsize=9, loc="left")
         rows = sorted(runs.items(), key=lambda item: item[0] != FLOOR)  # the floor first
         _draw(times, memory, dict(rows), counts, least)
     times, memory = panels[-1]
