@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from flce_dist.launch.process_group import together
 from flce_dist.launch.program import RunError
 from flce_dist.launch.train import checkpoint
 from flce_dist.launch.train.checkpoint import MANIFEST, Checkpoint, clean, newest_whole, save
@@ -32,6 +33,21 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints")
     ranks.run(rank_save, directory, [5, 10, 15], 2)
     return directory
+
+
+def rank_load(group: Any, directory: Path) -> str:
+    """Rank 1 is on a machine that does not see the folder."""
+    seen = directory if group.rank() == 0 else directory / "elsewhere"
+    with pytest.raises(RunError) as error:
+        together(lambda: Checkpoint(seen, 15, 30, CONFIG).load(group.rank()))
+    return str(error.value)
+
+
+def test_a_checkpoint_that_one_rank_does_not_see_is_one_error_on_all(ranks, saved):
+    said = ranks.run(rank_load, saved)
+    path = saved / "elsewhere" / "step-00000015" / "rank-00001.pt"
+    seen = f"{path} must lie where all ranks see it, but one cannot read it: No such file"
+    assert said == [f"{seen} or directory"] * 2
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Training steps on simulated ranks: layouts that must agree, resuming, broken numbers."""
 
 import contextlib
+import errno
 import io
 import json
 import math
@@ -13,6 +14,8 @@ import torch
 
 pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before ranks are forked
 pytest.importorskip("tyro")
+
+from torch.utils.tensorboard import SummaryWriter
 
 from flce_dist.launch.program import RunError
 from flce_dist.launch.train.checkpoint import newest_whole
@@ -161,13 +164,20 @@ def rank_run(group: Any, out_dir: Path, event: str) -> tuple[str, str]:
     forget_earlier_runs()
     validation, losses_of = RunLog.validation, Trainer._mean_loss
 
+    end = SummaryWriter.close
+
+    def cannot_end(events: Any) -> None:
+        end(events)
+        if event.endswith("end"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
     def full_disk(log: RunLog, *record: Any) -> None:
         validation(log, *record)
         if event == "full disk" and record[0] == 2:
             log._file = open("/dev/full", "a", buffering=1)
 
     def losses(trainer: Trainer, *batch: torch.Tensor) -> torch.Tensor:
-        factor = {"loss": math.nan, "gradient norm": 1e30}.get(event, 1.0)
+        factor = {"loss": math.nan, "gradient norm": 1e30}.get(event.split(",")[0], 1.0)
         validates = not torch.is_grad_enabled()
         if event == "validation loss" and validates:
             factor = math.inf
@@ -178,6 +188,7 @@ def rank_run(group: Any, out_dir: Path, event: str) -> tuple[str, str]:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(screen):
         patch.setattr(RunLog, "validation", full_disk)
         patch.setattr(Trainer, "_mean_loss", losses)
+        patch.setattr(SummaryWriter, "close", cannot_end)
         try:
             run(replace(RUN, out_dir=out_dir), corpus(), torch.device("cpu"))
         except RunError as error:  # here the log still exists, as where the error is printed
@@ -194,6 +205,17 @@ def test_a_record_that_cannot_be_written_is_one_error_on_all_ranks(ranks, tmp_pa
     assert newest is not None and newest.step == 2
     # The error begins a line of its own, below the progress bar.
     assert "4/6 [" in screen.rpartition("\r")[2] and screen.endswith("\n") and nothing == ""
+
+
+@pytest.mark.parametrize(("event", "said"), [
+    ("end", "cannot write {}/tensorboard: No space left on device"),
+    ("loss, end", "step 3: loss is nan, "),
+])  # fmt: skip
+def test_an_error_at_the_end_of_the_log_is_one_on_all_ranks_and_hides_none(
+    ranks, tmp_path, event, said
+):
+    (first, _), (second, _) = ranks.run(rank_run, tmp_path, event)
+    assert first == second and first.startswith(said.format(tmp_path))
 
 
 @pytest.mark.parametrize(("event", "step", "said"), [

@@ -50,9 +50,13 @@ class Checkpoint:
         return self.directory / f"step-{self.step:08d}"
 
     def load(self, rank: int) -> dict[str, Tensor]:
-        """Return what ``rank`` wrote, on the CPU."""
+        """Return what ``rank`` wrote, on the CPU; ``RunError`` if it is not seen here."""
         path = self.path / shard_name(rank)
-        state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+        except OSError as error:
+            must = f"{path} must lie where all ranks see it"
+            raise RunError(f"{must}, but one cannot read it: {error.strerror}") from error
         return state
 
 

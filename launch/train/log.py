@@ -74,8 +74,11 @@ class RunLog:
     def close(self) -> None:
         """End the line of the progress bar: what is printed next begins a line of its own."""
         self._bar.close()
-        with writing(self.path):
-            self._events.close()
+        try:
+            with writing(Path(self._events.log_dir)):
+                self._events.close()
+        except RunError as error:  # kept, too: what has ended the run may be another
+            self._failure = self._failure or error
 
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         line = strict_json({"kind": kind, "step": step, **values}, indent=None) + "\n"

@@ -190,6 +190,7 @@ def run(config: RunConfig, corpus: Corpus, device: torch.device) -> int:
     finally:
         if log:
             log.close()
+    on_rank_0(lambda: log.check() if log else None)
     on_rank_0(lambda: plot_loss_curve(config.out_dir))
     compared = ""
     if config.compare and config.head.is_ours:
