@@ -38,12 +38,12 @@ def caption(measurements: Sequence[dict[str, Any]], inches: float) -> str:
     In lines as wide as a figure of so many inches if set in 7 points.
     """
     hardware = str(measurements[0].get("hardware"))
-    ranks = {about.get("ranks", 1) for about in measurements}
+    ranks = {facts.get("ranks", 1) for facts in measurements}
     if len(ranks) == 1 and ranks != {1}:
         hardware += f", {ranks.pop()} ranks"
     versions_of = dict[str, dict[str, None]]()  # of each package the versions, in order
-    for about in measurements:
-        packages = {key: about.get(key) for key in VERSIONS} | about.get("peers", {})
+    for facts in measurements:
+        packages = {key: facts.get(key) for key in VERSIONS} | facts.get("peers", {})
         for name, installed in packages.items():
             if installed is not None:
                 versions_of.setdefault(name, {})[installed] = None

@@ -177,9 +177,9 @@ def encode(tokenizer: Any, text: str) -> NDArray[np.int32]:
     tiktoken, below it, encodes without the interpreter's lock, and straight into an array.
     """
     parts = re.findall(rf"(?s).{{1,{PART}}}[^\n]*\n?", text)
-    encode = functools.partial(tokenizer._model.encode_to_numpy, disallowed_special=())
+    of_part = functools.partial(tokenizer._model.encode_to_numpy, disallowed_special=())
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        ids = [part + tokenizer.num_special_tokens for part in threads.map(encode, parts)]
+        ids = [part + tokenizer.num_special_tokens for part in threads.map(of_part, parts)]
     whole = np.concatenate([[tokenizer.bos_id], *ids, [tokenizer.eos_id]])
     return whole.astype(np.int32)
 

@@ -42,7 +42,14 @@ from flce_dist.launch.ranges import SEED, SIZE
 from flce_dist.launch.verify import cases
 from flce_dist.launch.verify.checks import Truth, inputs_and_truths, run_case
 from flce_dist.launch.verify.data import Data
-from flce_dist.launch.verify.report import Record, summary, table, worst_case, worst_of_ranks
+from flce_dist.launch.verify.report import (
+    Record,
+    passed,
+    summary,
+    table,
+    worst_case,
+    worst_of_ranks,
+)
 from flce_dist.launch.write import check_writable, write_json
 from flce_dist.launch.yaml_config import check_ranges, check_values, require
 
@@ -103,11 +110,11 @@ def main(args: Sequence[str] | None = None) -> int:
         records += of_table
     facts = {"ranks": P, **about(device), "seconds": round(time.monotonic() - started, 1)}
     console.print("\n".join(summary(records, facts)), **plain)
-    passed = bool(records) and all(record.met for record in records)
+    has_passed = passed(records)
     if settings.output is not None and rank == 0:
         rows = [record.as_json() for record in records]
-        write_json(settings.output, {**facts, "passed": passed, "records": rows})
-    return 0 if passed else 1
+        write_json(settings.output, {**facts, "passed": has_passed, "records": rows})
+    return 0 if has_passed else 1
 
 
 def _tables(

@@ -93,6 +93,11 @@ def table(records: Sequence[Record]) -> Table:
     return made
 
 
+def passed(records: Sequence[Record]) -> bool:
+    """Whether every case met its budgets, and there was one."""
+    return bool(records) and all(record.met for record in records)
+
+
 def summary(records: list[Record], facts: dict[str, Any]) -> list[str]:
     """Return the misses, if any, and one line with the verdict."""
     lines = []
@@ -101,7 +106,7 @@ def summary(records: list[Record], facts: dict[str, Any]) -> list[str]:
         misses += [record.failure] if record.failure else []
         lines += [f"MISS {record.where}: {miss}" for miss in misses]
     met = sum(record.met for record in records)
-    verdict = "PASS" if 0 < met == len(records) else "FAIL"
+    verdict = "PASS" if passed(records) else "FAIL"
     names = "flce_dist", "commit", "torch", "triton", "cuda", "nccl", "python"
     versions = ", ".join(f"{name} {facts[name]}" for name in names if facts[name] is not None)
     lines.append(
