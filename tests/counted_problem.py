@@ -93,10 +93,7 @@ def check(
     (given, meant), upstream = masked(mask, dtype), upstream_of(loss)
     with plan_sizes(tile=8, min_window=8), poisoned_memory():
         found = run_op(given, upstream, impl=impl, **options)
-    if schedule == "filtered":  # which approximates
-        assert all(x.isfinite().all() for x in found.values())
-    else:
-        compare(found, meant, upstream, **options)
+    compare(found, meant, upstream, **options)
 
 
 # No token of the first half counts.

@@ -24,6 +24,7 @@ from tests import (
 )
 from tests.fake_ranks import Hung, Wrong, run
 from tests.filtered_formula import check_filtered, zipf_inputs
+from tests.garbage import tensors_in_cycles
 from tests.invariant_problem import check_small_terms, differing, problem, statistics
 from tests.outcomes import Outcome
 from tests.parallel_problem import UNEVEN, joined, misses, on_threads
@@ -161,6 +162,15 @@ def test_a_wrong_order_of_streams(
     with pytest.raises(ends):
         for error in run(2, program, seeds=60):
             raise error or AssertionError("a rank ended")
+
+
+def test_tensors_that_a_call_leaves_in_a_cycle() -> None:
+    def call() -> None:
+        held: list[Any] = [torch.zeros(3, 5), torch.zeros(7).expand(2, 7)]
+        held.append(held)
+
+    assert sorted(tensors_in_cycles(call)) == [(2, 7), (3, 5)]
+    assert tensors_in_cycles(lambda: torch.zeros(3, 5)) == []
 
 
 def test_filtered_gradients_with_wrong_profiles(mutate: Patch) -> None:
