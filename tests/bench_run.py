@@ -36,8 +36,11 @@ def run(tmp_path: Path, runs: str = EAGER, *args: str, grid: str = GRID) -> int:
 
 
 def records(tmp_path: Path, impl: str | None = None) -> list[Any]:
+    """Those of ``impl``, of which there are some: tests ask something of each."""
     _, found = read_results(tmp_path / "out" / "found.v1.json")
-    return [record for record in found if impl in (None, record.impl)]
+    of_impl = [record for record in found if impl in (None, record.impl)]
+    assert of_impl, f"no record of {impl}"
+    return of_impl
 
 
 def peer(

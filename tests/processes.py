@@ -71,7 +71,7 @@ class Running:
                 self.processes.append(start(command, log, forks))
 
     def outputs(self) -> list[str]:
-        return [path.read_text() for path in self.logs]
+        return [path.read_text(errors="replace") for path in self.logs]  # a kill cuts anywhere
 
     def until(self, what: str, happened: Callable[[], bool], *, ended: bool = False) -> None:
         """Wait for an event; fail if a process ends before it, unless all have ``ended``."""
@@ -143,7 +143,7 @@ def descendants(pid: int) -> list[int]:
     """Return a process and all below it."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return []
     return [pid] + [below for child in children for below in descendants(int(child))]
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import itertools
+import math
 import time
+from dataclasses import astuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +14,14 @@ import torch.distributed as dist
 
 from flce_dist.kernels.rows.formulas import RESCUE_ABOVE
 from flce_dist.launch import call_time
-from flce_dist.launch.bench import measure, problem
+from flce_dist.launch.bench import loss_functions, measure, problem
 from flce_dist.launch.bench.config import BenchConfig, RunSpec, ShapeSpec
+from flce_dist.launch.bench.divergences import KINDS, true_divergence
 from flce_dist.launch.bench.measure import Measured
 from flce_dist.launch.bench.peers import canonical
-from flce_dist.launch.bench.problem import make_problem, make_truth
+from flce_dist.launch.bench.problem import Errors, make_problem, make_truth
 from flce_dist.launch.peak_memory import peak_memory
-from flce_dist.reference import reference_linear_cross_entropy
+from flce_dist.reference import reference_linear_cross_entropy, reference_linear_divergence
 from flce_dist.testing import relative_rms, run_ranks
 from tests.bench_run import EAGER, GRID, peer, records, run
 
@@ -100,12 +103,76 @@ def test_the_slowest_and_the_failing_rank_count(monkeypatch):
     assert [found[:2] for found in failed] == [([], "rank 1: RuntimeError: broken")] * 2
 
 
+def test_the_errors_of_the_worst_rank_count(monkeypatch):
+    """NaN is larger than any, None is none."""
+
+    def measured(group: dist.ProcessGroup) -> tuple[Any, ...]:
+        found = Measured(RunSpec("eager"), make_problem(shape, cpu, 0, group), BenchConfig())
+        of_rank = [Errors(1e-3, 0.2, None), Errors(2e-3, math.nan, None), Errors(1e-9, 0.1, None)]
+        monkeypatch.setattr(found, "_first_calls", lambda truth: None)
+        monkeypatch.setattr(found, "_slowest_ms", lambda calls: 1.0)
+        found.errors, found.peak_bytes = of_rank[group.rank()], 7
+        found.prepare(None)
+        return astuple(found.errors)
+
+    shape, cpu = ShapeSpec(T=8, H=4, V=18, dtype="fp32"), torch.device("cpu")
+    for loss, dhidden, dweight in run_ranks(measured, 3, backend="gloo"):
+        assert loss == 2e-3 and math.isnan(dhidden) and dweight is None
+
+
+@pytest.mark.parametrize("options", [{"max_counted": True}, {"skip_ignored": True}, {}], ids=str)
+def test_a_run_is_called_with_its_options(monkeypatch, options):
+    """Without them results are the same, and times another run's."""
+    shape = ShapeSpec(T=20, H=4, V=16, dtype="fp32", counted=0.5)
+    problem = make_problem(shape, torch.device("cpu"), 0, None)
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(loss_functions, "linear_cross_entropy", lambda **x: given.update(x))
+    call: Any = loss_functions.load_run(RunSpec("eager", "cached", 64, **options), problem)
+    call()
+    n = int((problem.labels != -100).sum())
+    assert 0 < n < 20
+    assert given.pop("max_counted", None) == (n if "max_counted" in options else None)
+    assert given.pop("skip_ignored") == ("skip_ignored" in options)
+    assert (given["schedule"], given["max_logits_bytes"], given["impl"]) == ("cached", 64, "eager")
+
+
+@pytest.mark.parametrize("over", ["vocabulary", "ids"])
+def test_scores_are_over_what_their_run_says(monkeypatch, over):
+    problem = make_problem(ShapeSpec(T=6, H=4, V=16, dtype="fp32"), torch.device("cpu"), 0, None)
+    found: list[Any] = []
+
+    def scores(hidden, weight, ids, **options):
+        found.append((options["over"], ids.shape, torch.equal(ids[:, 0], problem.labels)))
+        return SimpleNamespace(logprob=torch.zeros(ids.shape))
+
+    monkeypatch.setattr(loss_functions, "linear_logprob", scores)
+    call = loss_functions.load_run(RunSpec("eager", over=over, ids=3), problem)
+    call(problem.hidden, problem.weight, problem.labels)
+    assert found == [(over, (6, 3), True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_true_divergence_is_that_of_all_tokens_however_they_are_cut(kind):
+    problem = make_problem(ShapeSpec(T=23, H=8, V=30, dtype="fp32"), torch.device("cpu"), 0, None)
+    operands = problem.hidden, problem.weight, *problem.teacher
+    leaves = [x.double().requires_grad_() for x in operands[:2]]
+    theirs = [x.double() for x in operands[2:]]
+    expected, *_ = reference_linear_divergence(*leaves, *theirs, kind=kind)
+    gradients = torch.autograd.grad(expected, leaves)
+    for chunk in (5, 23, 40):
+        loss, *found = true_divergence(operands, kind, chunk=chunk, gradients=True)
+        assert loss == pytest.approx(expected.item(), rel=1e-12)
+        for mine, exact in zip(found, gradients, strict=True):
+            assert mine is not None and relative_rms(mine, exact) < 1e-12
+
+
 def problem_and_truth(shape: ShapeSpec, P: int) -> list[dict[str, Any]]:
     """Tensors of each rank, by name."""
 
     def rank(group: dist.ProcessGroup) -> dict[str, Any]:
         problem = make_problem(shape, torch.device("cpu"), 3, group if P > 1 else None)
         tensors = {name: getattr(problem, name) for name in ("hidden", "weight", "labels")}
+        tensors["teacher_weight"] = problem.teacher[1]
         return {**vars(make_truth(problem, gradients=True)), **tensors}
 
     return run_ranks(rank, P, backend="gloo")
@@ -147,6 +214,8 @@ def test_the_truth_is_the_textbook_in_fp64(counted, contiguous, P, monkeypatch):
     (loss, *_) = reference_linear_cross_entropy(hidden, weight, ranks[0]["labels"])
     gradients = torch.autograd.grad(loss, (hidden, weight))
     dweight = torch.cat([x["dweight"] for x in ranks])
+    for shards in ([x["weight"] for x in ranks], [x["teacher_weight"] for x in ranks]):
+        assert len({tuple(shard.flatten().tolist()) for shard in shards}) == P
     for x in ranks:
         assert torch.equal(x["hidden"], ranks[0]["hidden"])
         assert x["loss"] == pytest.approx(loss.item(), rel=1e-13)

@@ -1,4 +1,4 @@
-"""What a run leaves: records, the loss curve, the comparison of heads; one run at a time writes."""
+"""What a run leaves: records and the loss curve; one run at a time writes."""
 
 import fcntl
 import json
@@ -17,10 +17,8 @@ pytest.importorskip("megatron.core")
 
 from flce_dist.launch.program import RunError
 from flce_dist.launch.train import lock
-from flce_dist.launch.train.compare import comparison_figure
 from flce_dist.launch.train.lock import LOCK, locked, this_run
 from flce_dist.launch.train.log import RunLog, plot_loss_curve
-from tests.figures import RESULTS, assert_readable, texts
 from tests.processes import LAST_RESORT_S, forked
 
 
@@ -86,18 +84,6 @@ def test_a_fifo_in_place_of_a_file_of_a_run_is_an_error(tmp_path, name):
     os.mkfifo(tmp_path / name)
     with pytest.raises(RunError, match=r"Not a regular file$"), locked(tmp_path):
         RunLog(tmp_path, step=1, steps=5, head_mib=1.0)
-
-
-def test_the_comparison_of_heads_says_what_it_is_of():
-    comparison = json.loads((RESULTS / "head-h200-x2.json").read_text())
-    comparison["about"]["commit"] = "abc1234"
-    figure = comparison_figure(comparison)
-    below = figure.get_supxlabel()
-    assert below.startswith("8192 tokens, hidden 4096, 65536 vocabulary rows on each of 2 ranks")
-    assert "NVIDIA H200, 2 ranks" in below and "commit abc1234" in below
-    peaks = [f"{head['peak_mib']:,.1f}" for head in comparison["records"]]
-    assert len(peaks) == 3 and texts(figure, 0) == peaks
-    assert_readable(figure)
 
 
 def hold_until_killed(pipe: Connection, folder: Path) -> None:
