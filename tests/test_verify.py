@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import flce_dist
+from flce_dist import DivergenceWithMetrics, LossWithMetrics, TokenScores
 from flce_dist.core.gradients import Gradients
 from flce_dist.launch import process_group
 from flce_dist.launch.program import RunError
@@ -121,6 +122,29 @@ def test_a_gradient_that_is_missing_is_a_miss(mutate, name):
     mutate(Gradients, "finished", without)
     for variant in found:
         assert missed(variant) == {name}, variant.name
+
+
+def a_tenth_of_a_percent_more(x: torch.Tensor) -> torch.Tensor:
+    """With the same gradient; flags are all others."""
+    return ~x if x.dtype == torch.bool else x + 1e-3 * x.detach()
+
+
+@pytest.mark.parametrize(("call", "variants", "name", "fields"), [
+    ("linear_cross_entropy_with_metrics", variants, "metrics", LossWithMetrics._fields),
+    ("linear_logprob", score_variants, "scores", TokenScores._fields),
+    ("linear_divergence_with_metrics", divergence_variants, "jsd", DivergenceWithMetrics._fields),
+])  # fmt: skip
+def test_a_wrong_number_of_any_result_is_a_miss(monkeypatch, call, variants, name, fields):
+    right = getattr(flce_dist, call)
+    variant = next(x for x in variants() if x.name == name)
+    for field in fields:
+
+        def wrong(*args: Any, field: str = field, **kwargs: Any) -> Any:
+            out = right(*args, **kwargs)
+            return out._replace(**{field: a_tenth_of_a_percent_more(getattr(out, field))})
+
+        monkeypatch.setattr(verify_results, call, wrong)
+        assert missed(variant) == {"correct" if field == "same_best" else field}
 
 
 def test_a_result_that_is_missing_is_an_error(mutate):
