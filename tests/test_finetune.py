@@ -95,6 +95,20 @@ def test_a_run_without_another_to_compare_with_has_a_loss_at_least(loss, status)
     assert record["status"] == status and record["loss_error"] is None
 
 
+def test_a_run_is_compared_with_the_one_that_adapts_the_same_layers():
+    runs = [
+        finetune.Measured(RunSpec(plug_in, adapts_head), torch.empty, loss=loss, samples_ms=[ms])
+        for plug_in, adapts_head, loss, ms in (
+            (False, False, 10.0, 8.0), (True, False, 10.0, 4.0),
+            (False, True, 20.0, 9.0), (True, True, 20.2, 3.0),
+        )
+    ]  # fmt: skip
+    found = finetune._records(runs, FinetuneConfig())
+    assert [x["ratio"] for x in found] == [1.0, 0.5, 1.0, 3.0 / 9.0]
+    assert [x["loss_error"] for x in found] == pytest.approx([0.0, 0.0, 0.0, 0.01])
+    assert [x["status"] for x in found] == ["ok", "ok", "ok", "wrong"]
+
+
 def test_a_missing_library_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(finetune.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(

@@ -135,7 +135,8 @@ def test_the_dial_shows_auto_between_recompute_and_cached():
 def test_time_over_the_share_of_tokens_that_count():
     auto = record("triton", 14.0, schedule="auto")
     found = [auto, replace(auto, counted=0.25, p50_ms=4.0), replace(auto, skip_ignored=True)]
-    figure: Any = shares([*DIAL[:2], *found])
+    first_ones = [replace(auto, counted=x, contiguous=True, p50_ms=99.0) for x in (0.1, 0.25)]
+    figure: Any = shares([*DIAL[:2], *found, *first_ones])
     assert lines_of(figure.axes[0]) == {
         "ours, auto": [[0.25, 1.0], [4.0, 14.0]],
         "ours, auto skip_ignored": [[1.0], [14.0]],

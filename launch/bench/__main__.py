@@ -109,14 +109,15 @@ def _bench(
     if config.profile or config.trace:
         done &= set(on_rank_0(lambda: files.profiled_so_far(config.out, facts, config.trace)))
     shapes = config.shapes if head is None else (head.shape,)
-    for number, shape in enumerate(shapes, start=1):
-        alone = dataclasses.replace(shape, runs=())
+    in_order = [dataclasses.replace(shape, runs=()) for shape in shapes]
+    for number, (shape, alone) in enumerate(zip(shapes, in_order, strict=True), start=1):
         if alone in done:
             console.print(f"{shape.name}: measured before")
             continue
         started = time.monotonic()
         of_shape, profiles = _bench_shape(config, shape, head, device, tp_group, console)
-        records = [record for record in records if record.shape != alone] + of_shape
+        others = [record for record in records if record.shape != alone]
+        records = sorted([*others, *of_shape], key=lambda record: in_order.index(record.shape))
         on_rank_0(partial(files.write_results, config.out, facts, records))
         if profiles:
             of_problem = config.out, facts, shape.problem, profiles
