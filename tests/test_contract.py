@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")  # before ranks are forked
 
+from tests.contract import __main__ as contract
 from tests.contract.compare import LINES, compare
 from tests.contract.listed import PAGE, RESULTS, with_lines
 from tests.contract.models import SETTINGS, Setting
@@ -39,6 +40,20 @@ def test_a_difference_shows():
             compare({"x": ours}, {"x": theirs}, 1e-5)
     with pytest.raises(AssertionError, match=r"\['x'\]"):
         compare({}, {"x": right}, 1e-5)
+
+
+@pytest.mark.parametrize(("outcome", "status"), [(1e-7, 0), ("n/a: x", 0), ("fail: x", 1)])
+def test_a_line_that_does_not_hold_is_the_exit_status(outcome, status, monkeypatch, tmp_path):
+    line = next(iter(LINES))
+    lines = {line: {str(SETTINGS[0]): outcome}}
+    found = {"megatron-core": "0.19.9", "lines": lines}
+    monkeypatch.setattr(contract, "run", lambda release: found)
+    for name in ("RESULTS", "PAGE"):
+        copy = tmp_path / getattr(contract, name).name
+        copy.write_text(getattr(contract, name).read_text())
+        monkeypatch.setattr(contract, name, copy)
+    assert contract.main(["0.19"]) == status
+    assert json.loads(contract.RESULTS.read_text())["lines"][line]["0.19.9"] == lines[line]
 
 
 def test_every_line_holds_in_every_release_and_the_page_says_so():

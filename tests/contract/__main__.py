@@ -3,7 +3,7 @@
 Downloads the newest patch of each release to runs/contract/ (wheels for Python 3.12, which other
 versions run as well), runs each in a process of its own, and writes docs/results/
 contract-megatron.json and the list in docs/megatron.md. With arguments (0.19) only these releases
-run, and the others keep their results.
+run, and the others keep their results. The exit status is 1 if a line does not hold.
 """
 
 import json
@@ -56,7 +56,8 @@ def as_text(result: dict[str, Any]) -> str:
     return head + ',\n "lines": {\n' + ",\n".join(parts) + "\n }\n}\n"
 
 
-def main(releases: Sequence[str]) -> None:
+def main(releases: Sequence[str]) -> int:
+    """Return 1 if a line does not hold in one of the releases that ran, else 0."""
     unknown = set(releases) - {*RELEASES}
     if unknown:
         sys.exit(f"error: {', '.join(sorted(unknown))} is none of {', '.join(RELEASES)}")
@@ -77,7 +78,9 @@ def main(releases: Sequence[str]) -> None:
             result["lines"].setdefault(title, {})[version] = settings
     RESULTS.write_text(as_text(result))
     PAGE.write_text(with_lines(PAGE.read_text()))
+    decided = [x for one in outcomes for line in one["lines"].values() for x in line.values()]
+    return int(any(str(x).startswith("fail") for x in decided))
 
 
 if __name__ == "__main__":
-    main(tuple(sys.argv[1:]) or RELEASES)
+    sys.exit(main(tuple(sys.argv[1:]) or RELEASES))
