@@ -61,6 +61,16 @@ def test_the_real_text_has_a_real_vocabulary_and_a_validation_split():
     assert ids.unique().numel() > 3000
 
 
+@pytest.mark.parametrize("fraction", [0.01, 0.3, 0.5])
+def test_no_sequence_of_validation_is_trained_on(fraction):
+    """They are the last ones; but for the rest of a sequence every token is in one of both."""
+    ids = np.arange(9 * 40 + 5, dtype=np.int32)
+    config = replace(CONFIG, data=DataConfig(validation_fraction=fraction))
+    train, validation = data_module.cut(ids, config)
+    assert torch.equal(torch.cat([train, validation]).flatten(), torch.arange(9 * 40).int())
+    assert len(validation) == max(1, int(fraction * len(ids)) // 9)
+
+
 def test_tokens_are_renumbered_by_how_often_the_training_text_has_them():
     """On all ranks alike; labels follow, and a checkpoint knows the numbers."""
     pytest.importorskip("mistral_common")

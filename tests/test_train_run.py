@@ -134,6 +134,8 @@ def test_a_resumed_run_makes_the_same_steps(group, tmp_path, tensor, data, dtype
     """And another model or text is refused."""
     config = replace(layout(tensor, data, tensor > 1, dtype=dtype), out_dir=tmp_path)
     first = trainer_of(config)
+    layer: Any = first.model.output_layer
+    assert layer.gradient_accumulation_fusion  # dweight goes to main_grad
     assert first.resume() is None
     steps_of(first, 2)
     first.save()
