@@ -21,6 +21,7 @@ from flce_dist.arguments.check_tensors import FLOATS, check_group, check_split, 
 from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.dtensor import local_hidden
 from flce_dist.arguments.options import KEYWORDS, LayerOptions, LossOptions, keywords_of
+from flce_dist.arguments.passed import dtype_in_autocast
 from flce_dist.arguments.rank_check import (
     check_facts,
     mark_alike,
@@ -130,7 +131,7 @@ class LinearCrossEntropy(VocabShard):
         temperature: float | Tensor = 1.0,
     ) -> Tensor:
         """Return the loss; arguments and result are those of ``linear_cross_entropy``."""
-        arguments = self._arguments(labels, token_weight)
+        arguments = self._arguments("linear_cross_entropy", hidden, labels, token_weight)
         return linear_cross_entropy(hidden, temperature=temperature, **arguments)
 
     @partial(told_if_unbound, calls="linear_cross_entropy_with_metrics")
@@ -142,7 +143,8 @@ class LinearCrossEntropy(VocabShard):
         temperature: float | Tensor = 1.0,
     ) -> LossWithMetrics:
         """Return a ``LossWithMetrics``."""
-        arguments = self._arguments(labels, token_weight)
+        function = "linear_cross_entropy_with_metrics"
+        arguments = self._arguments(function, hidden, labels, token_weight)
         return linear_cross_entropy_with_metrics(hidden, temperature=temperature, **arguments)
 
     @torch.no_grad()
@@ -157,6 +159,7 @@ class LinearCrossEntropy(VocabShard):
         group = self.tp_group
         with refusals_told(_LOGITS, group, hidden):
             hidden, options = local_hidden(hidden, self.options, group)
+            self._check_rows()
             self._check_hidden(hidden, options)
             values.flag("gather", gather)
         facts = {"hidden.shape": list(hidden.shape), "dtype": str(hidden.dtype), "gather": gather}
@@ -179,11 +182,14 @@ class LinearCrossEntropy(VocabShard):
             must = f"hidden must be [..., H] with H = {self.hidden_size} from weight"
             raise ValueError(f"{must}, got {tuple(hidden.shape)}")
         check_split(hidden, options)
+        kind = hidden.device.type
         dtype = self.weight.dtype
-        if hidden.dtype != dtype and not torch.is_autocast_enabled(hidden.device.type):
+        if dtype_in_autocast(hidden, kind) != dtype_in_autocast(self.weight, kind):
+            way_out = f"hidden.to({dtype}), or call under torch.autocast"
+            if torch.is_autocast_enabled(kind):
+                way_out = f"hidden.to({dtype}), since torch.autocast casts no torch.float64"
             raise ValueError(
-                f"hidden must have weight's dtype {dtype}, got {hidden.dtype}: pass "
-                f"hidden.to({dtype}), or call under torch.autocast"
+                f"hidden must have weight's dtype {dtype}, got {hidden.dtype}: pass {way_out}"
             )
 
     def extra_repr(self) -> str:
@@ -198,7 +204,21 @@ class LinearCrossEntropy(VocabShard):
         changed = {k: x for k, x in options.items() if x != getattr(LossOptions, k)}
         return ", ".join(parts + [f"{name}={x!r}" for name, x in changed.items()])
 
-    def _arguments(self, labels: Tensor, token_weight: Tensor | None) -> dict[str, Any]:
+    def _check_rows(self) -> None:
+        """Check that weight still has this rank's rows: others may be in its place."""
+        start, end = self.vocab_range
+        shape = self.weight.shape
+        if shape[:1] != (end - start,):
+            raise ValueError(
+                f"weight must be [V, H] with V = {end - start} rows of this rank, got "
+                f"{tuple(shape)}: make a LinearCrossEntropy of another vocab_size"
+            )
+
+    def _arguments(
+        self, function: str, hidden: Tensor, labels: Tensor, token_weight: Tensor | None
+    ) -> dict[str, Any]:
+        with refusals_told(function, self.tp_group, hidden):
+            self._check_rows()
         options = {name: getattr(self.options, name) for name in KEYWORDS}
         return dict(
             weight=self.weight,

@@ -70,12 +70,16 @@ def check_shapes(hidden: Tensor, weight: Tensor) -> None:
 def check_one_dtype(hidden: Tensor, **operands: Tensor | None) -> None:
     """Check that these have hidden's dtype, where they are given."""
     for name, x in operands.items():
-        if x is not None and x.dtype != hidden.dtype:
-            raise ValueError(
-                f"{name} must have hidden's dtype {hidden.dtype}, got {x.dtype}: pass "
-                f"{name}.to({hidden.dtype}) or hidden.to({x.dtype}), or call under torch.autocast"
-                + OF_GRADIENTS
-            )
+        if x is None or x.dtype == hidden.dtype:
+            continue
+        way_out = f"{name}.to({hidden.dtype}) or hidden.to({x.dtype}), or call under torch.autocast"
+        if torch.is_autocast_enabled(hidden.device.type):
+            wide = "hidden" if hidden.dtype == torch.float64 else name
+            way_out = f"{wide}.float(), since torch.autocast casts no torch.float64"
+        raise ValueError(
+            f"{name} must have hidden's dtype {hidden.dtype}, got {x.dtype}: pass {way_out}"
+            + OF_GRADIENTS
+        )
 
 
 def check_tensor(
