@@ -5,10 +5,18 @@ B sequences, S tokens of each, H = hidden size, V_all = rows of the weight, P = 
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ParallelStyle
 from typing_extensions import Unpack
 
@@ -150,10 +158,22 @@ class LinearWithLoss(nn.Linear):
         if not isinstance(hidden, DTensor):
             check_split(hidden, self.options)
             hidden = DTensor.from_local(hidden, self.mesh, [self.input_layouts], run_check=False)
-        product = F.linear(hidden.redistribute(placements=[Replicate()]), self.weight)
-        z = self.options.logits_of(product, self.bias)
-        whole: Any = z.redistribute(placements=[Replicate()])  # type: ignore[attr-defined]
-        return whole.to_local()
+        # Products of plain tensors: DTensor's do not run for no tokens, or one row of weight.
+        tokens = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        weight: Any = self.weight
+        bias: Any = self.bias
+        of_rows = F.linear(tokens, weight.to_local())
+        z = self.options.logits_of(of_rows, None if bias is None else bias.to_local())
+        shape = torch.Size((*z.shape[:-1], len(weight)))
+        whole = DTensor.from_local(
+            z,
+            self.mesh,
+            [Shard(z.dim() - 1)],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+        return whole.redistribute(placements=[Replicate()]).to_local()
 
 
 def _check_rows(name: str, x: DTensor, mesh: DeviceMesh) -> None:

@@ -85,6 +85,27 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize(("P", "rows", "S"), [(1, 1, 4), (2, 1, 4), (4, VOCAB, 0), (4, 2, 4)])
+@on_ranks("P")
+def test_logits_of_few_rows_or_no_tokens(group, P, rows, S):
+    torch.manual_seed(0)
+    whole_head = nn.Linear(H, rows)
+    head: Any = copy.deepcopy(whole_head)
+    parallelize_module(
+        nn.ModuleDict({"head": head}), mesh_of(P), {"head": LinearCrossEntropyParallel()}
+    )
+    gradients = []
+    for one in (head, whole_head):
+        hidden = torch.randn(B, S, H, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        logits = one(hidden)
+        assert logits.shape == (B, S, rows)
+        (logits * torch.arange(1.0, rows + 1)).square().sum().backward()
+        gradients.append(
+            [logits.detach(), hidden.grad, whole(one.weight.grad), whole(one.bias.grad)]
+        )
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("is_dtensor", [False, True])
 @pytest.mark.parametrize(("P", "bias", "layout", "options"), CASES.values(), ids=CASES)
 @on_ranks("P")
