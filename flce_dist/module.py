@@ -17,11 +17,10 @@ from typing_extensions import Unpack
 from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.arguments import values
 from flce_dist.arguments.check_options import check_invariant
-from flce_dist.arguments.check_tensors import FLOATS, check_group, check_split, check_tensor
+from flce_dist.arguments.check_tensors import check_group, check_hidden_of_logits
 from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.dtensor import local_hidden
 from flce_dist.arguments.options import KEYWORDS, LayerOptions, LossOptions, keywords_of
-from flce_dist.arguments.passed import dtype_in_autocast
 from flce_dist.arguments.rank_check import (
     check_facts,
     mark_alike,
@@ -160,7 +159,7 @@ class LinearCrossEntropy(VocabShard):
         with refusals_told(_LOGITS, group, hidden):
             hidden, options = local_hidden(hidden, self.options, group)
             self._check_rows()
-            self._check_hidden(hidden, options)
+            check_hidden_of_logits(hidden, self.weight, options)
             values.flag("gather", gather)
         facts = {"hidden.shape": list(hidden.shape), "dtype": str(hidden.dtype), "gather": gather}
         if check_facts(_LOGITS, facts, group, hidden):
@@ -175,22 +174,6 @@ class LinearCrossEntropy(VocabShard):
         longest = vocab_range(self.padded_vocab_size, 0, self.P)[1]
         columns = F.pad(z, (0, longest - z.shape[-1])).movedim(-1, 0)
         return collectives.gather_tokens(columns, group)[: self.vocab_size].movedim(0, -1)
-
-    def _check_hidden(self, hidden: Tensor, options: LossOptions) -> None:
-        check_tensor("hidden", hidden, FLOATS, self.weight, "weight")
-        if hidden.shape[-1:] != (self.hidden_size,):
-            must = f"hidden must be [..., H] with H = {self.hidden_size} from weight"
-            raise ValueError(f"{must}, got {tuple(hidden.shape)}")
-        check_split(hidden, options)
-        kind = hidden.device.type
-        dtype = self.weight.dtype
-        if dtype_in_autocast(hidden, kind) != dtype_in_autocast(self.weight, kind):
-            way_out = f"hidden.to({dtype}), or call under torch.autocast"
-            if torch.is_autocast_enabled(kind):
-                way_out = f"hidden.to({dtype}), since torch.autocast casts no torch.float64"
-            raise ValueError(
-                f"hidden must have weight's dtype {dtype}, got {hidden.dtype}: pass {way_out}"
-            )
 
     def extra_repr(self) -> str:
         start, end = self.vocab_range

@@ -22,9 +22,12 @@ from typing_extensions import Unpack
 
 from flce_dist.api import linear_cross_entropy
 from flce_dist.arguments import values
-from flce_dist.arguments.check_tensors import check_split
+from flce_dist.arguments.check_tensors import check_hidden_of_logits
 from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.options import KEYWORDS, LossOptions, StyleOptions, keywords_of
+from flce_dist.arguments.rank_check import check_facts, mark_alike, refusals_told
+
+_LOGITS = "LinearCrossEntropyParallel's logits"
 
 _FIXED: dict[str, Any] = {
     "sequence_parallel": False,
@@ -155,8 +158,13 @@ class LinearWithLoss(nn.Linear):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return all logits of all tokens, [..., V_all] in hidden's dtype, with their gradient."""
+        group = self.mesh.get_group()
+        with refusals_told(_LOGITS, group, hidden):
+            check_hidden_of_logits(hidden, self.weight, self.options)
+        facts: dict[str, Any] = {"hidden.shape": list(hidden.shape), "dtype": str(hidden.dtype)}
+        if check_facts(_LOGITS, facts, group, hidden):
+            mark_alike(_LOGITS, group)
         if not isinstance(hidden, DTensor):
-            check_split(hidden, self.options)
             hidden = DTensor.from_local(hidden, self.mesh, [self.input_layouts], run_check=False)
         # Products of plain tensors: DTensor's do not run for no tokens, or one row of weight.
         tokens = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

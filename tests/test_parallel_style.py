@@ -3,8 +3,10 @@
 import copy
 import functools
 import io
+import os
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -104,6 +106,25 @@ def test_logits_of_few_rows_or_no_tokens(group, P, rows, S):
             [logits.detach(), hidden.grad, whole(one.weight.grad), whole(one.bias.grad)]
         )
     torch.testing.assert_close(*gradients)
+
+
+@on_ranks(2)
+def test_ranks_that_ask_for_other_logits(group):
+    """At the first call they compare what they ask for, also if one rank's is refused."""
+    model: Any = made()
+    style = LinearCrossEntropyParallel(input_layouts=Shard(1))
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"lm_head": style})
+    given = {
+        "hidden must be [..., H] with H = 16 from weight, got (2, 4, 15)": torch.zeros(B, 4, H - 1),
+        "hidden must be [B, S / P, ..., H] with sequence_dim=1": torch.zeros(4, H),
+        "hidden must have weight's dtype torch.float32, got": torch.zeros(B, 4, H).double(),
+        "hidden.shape is [2, 4, 16] on rank 0 and [2, 5, 16] on rank 1": torch.zeros(B, 5, H),
+    }
+    with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_RANKS": "1"}):
+        for said, wrong in given.items():
+            hidden = wrong if group.rank() == 1 else torch.zeros(B, 4, H)
+            with pytest.raises(ValueError, match=re.escape(said)):
+                model.lm_head(hidden)
 
 
 @pytest.mark.parametrize("is_dtensor", [False, True])

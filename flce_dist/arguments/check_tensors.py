@@ -127,6 +127,31 @@ def check_group(
         )
 
 
+def check_hidden_of_logits(hidden: Tensor, weight: Tensor, options: LossOptions) -> None:
+    """Check hidden for logits alone, by the layer that owns weight [V, H]."""
+    check_tensor("hidden", hidden, FLOATS, weight, "weight")
+    H = weight.shape[1]
+    if hidden.shape[-1:] != (H,):
+        must = f"hidden must be [..., H] with H = {H} from weight"
+        raise ValueError(f"{must}, got {tuple(hidden.shape)}")
+    check_split(hidden, options)
+    kind = hidden.device.type
+    if dtype_in_autocast(hidden, kind) != dtype_in_autocast(weight, kind):
+        way_out = f"hidden.to({weight.dtype}), or call under torch.autocast"
+        if torch.is_autocast_enabled(kind):
+            way_out = f"hidden.to({weight.dtype}), since torch.autocast casts no torch.float64"
+        raise ValueError(
+            f"hidden must have weight's dtype {weight.dtype}, got {hidden.dtype}: pass {way_out}"
+        )
+
+
+def dtype_in_autocast(x: Tensor, device_type: str) -> torch.dtype:
+    """Return the dtype of operand x in a call on such a device."""
+    takes_part = x.is_floating_point() and x.dtype != torch.float64
+    is_on = takes_part and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if is_on else x.dtype
+
+
 def check_split(hidden: Tensor, options: LossOptions) -> None:
     """Check that hidden has the dimension that ``sequence_parallel``, if it is on, splits."""
     dim = options.sequence_dim
