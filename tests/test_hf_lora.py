@@ -162,7 +162,11 @@ def test_an_adapter_that_comes_later():
 
 
 def test_other_adapters_are_refused():
-    config = peft.AdaLoraConfig(target_modules=["lm_head"], init_r=4, total_step=10)
-    model = peft.get_peft_model(theirs(), config)
-    with pytest.raises(NotImplementedError, match=r"LoRA on one, got SVDLinear around Linear$"):
-        use_linear_cross_entropy(model)
+    adapters = {
+        "SVDLinear": peft.AdaLoraConfig(target_modules=["lm_head"], init_r=4, total_step=10),
+        r"Linear of peft\.tuners\.vera\.layer": peft.VeraConfig(target_modules=["lm_head"], r=4),
+    }
+    for name, config in adapters.items():
+        model = peft.get_peft_model(theirs(), config)
+        with pytest.raises(NotImplementedError, match=f"LoRA on one, got {name} around Linear$"):
+            use_linear_cross_entropy(model)

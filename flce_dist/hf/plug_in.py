@@ -148,11 +148,19 @@ def _base_of(model: Any) -> Any:
 
 def _class_names(layer: Any) -> str:
     """Return the classes of a layer and of those that it wraps, from the outside in."""
-    names = [type(layer).__name__]
+    names = [_class_name(layer)]
     while isinstance(getattr(layer, "base_layer", None), nn.Module):
         layer = layer.base_layer
-        names.append(type(layer).__name__)
+        names.append(_class_name(layer))
     return " around ".join(names)
+
+
+def _class_name(layer: Any) -> str:
+    """Return the name of a layer's class, with its module if torch has one of that name."""
+    name = type(layer).__name__
+    place = type(layer).__module__
+    is_torchs = place.startswith("torch.") or not hasattr(nn, name)
+    return name if is_torchs else f"{name} of {place}"
 
 
 def _check_kind(model: Any) -> None:
