@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.arguments import values
 from flce_dist.arguments.check_options import check_invariant
-from flce_dist.arguments.check_tensors import FLOATS, check_group, check_split, check_tensor
+from flce_dist.arguments.check_tensors import check_group, check_hidden_of_logits
 from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.dtensor import local_hidden
 from flce_dist.arguments.options import KEYWORDS, LayerOptions, LossOptions, keywords_of
@@ -130,7 +130,7 @@ class LinearCrossEntropy(VocabShard):
         temperature: float | Tensor = 1.0,
     ) -> Tensor:
         """Return the loss; arguments and result are those of ``linear_cross_entropy``."""
-        arguments = self._arguments(labels, token_weight)
+        arguments = self._arguments("linear_cross_entropy", hidden, labels, token_weight)
         return linear_cross_entropy(hidden, temperature=temperature, **arguments)
 
     @partial(told_if_unbound, calls="linear_cross_entropy_with_metrics")
@@ -142,7 +142,8 @@ class LinearCrossEntropy(VocabShard):
         temperature: float | Tensor = 1.0,
     ) -> LossWithMetrics:
         """Return a ``LossWithMetrics``."""
-        arguments = self._arguments(labels, token_weight)
+        function = "linear_cross_entropy_with_metrics"
+        arguments = self._arguments(function, hidden, labels, token_weight)
         return linear_cross_entropy_with_metrics(hidden, temperature=temperature, **arguments)
 
     @torch.no_grad()
@@ -157,7 +158,8 @@ class LinearCrossEntropy(VocabShard):
         group = self.tp_group
         with refusals_told(_LOGITS, group, hidden):
             hidden, options = local_hidden(hidden, self.options, group)
-            self._check_hidden(hidden, options)
+            self._check_rows()
+            check_hidden_of_logits(hidden, self.weight, options)
             values.flag("gather", gather)
         facts = {"hidden.shape": list(hidden.shape), "dtype": str(hidden.dtype), "gather": gather}
         if check_facts(_LOGITS, facts, group, hidden):
@@ -173,19 +175,6 @@ class LinearCrossEntropy(VocabShard):
         columns = F.pad(z, (0, longest - z.shape[-1])).movedim(-1, 0)
         return collectives.gather_tokens(columns, group)[: self.vocab_size].movedim(0, -1)
 
-    def _check_hidden(self, hidden: Tensor, options: LossOptions) -> None:
-        check_tensor("hidden", hidden, FLOATS, self.weight, "weight")
-        if hidden.shape[-1:] != (self.hidden_size,):
-            must = f"hidden must be [..., H] with H = {self.hidden_size} from weight"
-            raise ValueError(f"{must}, got {tuple(hidden.shape)}")
-        check_split(hidden, options)
-        dtype = self.weight.dtype
-        if hidden.dtype != dtype and not torch.is_autocast_enabled(hidden.device.type):
-            raise ValueError(
-                f"hidden must have weight's dtype {dtype}, got {hidden.dtype}: pass "
-                f"hidden.to({dtype}), or call under torch.autocast"
-            )
-
     def extra_repr(self) -> str:
         start, end = self.vocab_range
         padded = self.padded_vocab_size
@@ -198,7 +187,21 @@ class LinearCrossEntropy(VocabShard):
         changed = {k: x for k, x in options.items() if x != getattr(LossOptions, k)}
         return ", ".join(parts + [f"{name}={x!r}" for name, x in changed.items()])
 
-    def _arguments(self, labels: Tensor, token_weight: Tensor | None) -> dict[str, Any]:
+    def _check_rows(self) -> None:
+        """Check that weight still has this rank's rows: others may be in its place."""
+        start, end = self.vocab_range
+        shape = self.weight.shape
+        if shape[:1] != (end - start,):
+            raise ValueError(
+                f"weight must be [V, H] with V = {end - start} rows of this rank, got "
+                f"{tuple(shape)}: make a LinearCrossEntropy of another vocab_size"
+            )
+
+    def _arguments(
+        self, function: str, hidden: Tensor, labels: Tensor, token_weight: Tensor | None
+    ) -> dict[str, Any]:
+        with refusals_told(function, self.tp_group, hidden):
+            self._check_rows()
         options = {name: getattr(self.options, name) for name in KEYWORDS}
         return dict(
             weight=self.weight,

@@ -5,18 +5,29 @@ B sequences, S tokens of each, H = hidden size, V_all = rows of the weight, P = 
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ParallelStyle
 from typing_extensions import Unpack
 
 from flce_dist.api import linear_cross_entropy
 from flce_dist.arguments import values
-from flce_dist.arguments.check_tensors import check_split
+from flce_dist.arguments.check_tensors import check_hidden_of_logits
 from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.options import KEYWORDS, LossOptions, StyleOptions, keywords_of
+from flce_dist.arguments.rank_check import check_facts, mark_alike, refusals_told
+
+_LOGITS = "LinearCrossEntropyParallel's logits"
 
 _FIXED: dict[str, Any] = {
     "sequence_parallel": False,
@@ -147,13 +158,30 @@ class LinearWithLoss(nn.Linear):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return all logits of all tokens, [..., V_all] in hidden's dtype, with their gradient."""
+        group = self.mesh.get_group()
+        with refusals_told(_LOGITS, group, hidden):
+            check_hidden_of_logits(hidden, self.weight, self.options)
+        facts: dict[str, Any] = {"hidden.shape": list(hidden.shape), "dtype": str(hidden.dtype)}
+        if check_facts(_LOGITS, facts, group, hidden):
+            mark_alike(_LOGITS, group)
         if not isinstance(hidden, DTensor):
-            check_split(hidden, self.options)
             hidden = DTensor.from_local(hidden, self.mesh, [self.input_layouts], run_check=False)
-        product = F.linear(hidden.redistribute(placements=[Replicate()]), self.weight)
-        z = self.options.logits_of(product, self.bias)
-        whole: Any = z.redistribute(placements=[Replicate()])  # type: ignore[attr-defined]
-        return whole.to_local()
+        # Products of plain tensors: DTensor's do not run for no tokens, or one row of weight.
+        tokens = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        weight: Any = self.weight
+        bias: Any = self.bias
+        of_rows = F.linear(tokens, weight.to_local())
+        z = self.options.logits_of(of_rows, None if bias is None else bias.to_local())
+        shape = torch.Size((*z.shape[:-1], len(weight)))
+        whole = DTensor.from_local(
+            z,
+            self.mesh,
+            [Shard(z.dim() - 1)],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+        return whole.redistribute(placements=[Replicate()]).to_local()
 
 
 def _check_rows(name: str, x: DTensor, mesh: DeviceMesh) -> None:

@@ -23,6 +23,7 @@ from flce_dist.arguments.check_tensors import (
     check_numbers,
     check_tensors,
     check_tokens,
+    dtype_in_autocast,
     is_dense,
 )
 from flce_dist.arguments.decide import planned
@@ -30,7 +31,7 @@ from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.dtensor import check_has_memory
 from flce_dist.arguments.low_rank import check_factors, check_pair
 from flce_dist.arguments.options import CallOptions, LossOptions, keywords_of
-from flce_dist.arguments.passed import Arguments, dtype_in_autocast
+from flce_dist.arguments.passed import Arguments
 from flce_dist.core.call import Needs
 from flce_dist.parallel import collectives
 from flce_dist.schedules.costs import Shapes, chunk_sizes, gemms, total_bytes

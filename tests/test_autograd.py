@@ -146,6 +146,11 @@ def test_autocast_leaves_fp64_alone():
     with torch.autocast("cpu", torch.bfloat16):
         loss = linear_cross_entropy(inputs.hidden, inputs.weight, inputs.labels)
         assert F.linear(inputs.hidden, inputs.weight).dtype == torch.float64
+        for wide in ("hidden", "weight"):
+            narrow = {"hidden": "weight", "weight": "hidden"}[wide]
+            mixed = replace(inputs, **{narrow: getattr(inputs, narrow).float()})
+            with pytest.raises(ValueError, match=rf"pass {wide}\.float\(\), since torch\.autocast"):
+                linear_cross_entropy(mixed.hidden, mixed.weight, mixed.labels)
     assert loss.dtype == torch.float64
 
 

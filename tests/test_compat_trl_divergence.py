@@ -62,6 +62,16 @@ def test_results_and_gradients(beta: float, more: tuple[float, ...]) -> None:
 
 
 @each_beta
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_a_scaled_bias_is_not_rounded(beta: float, softcap: float | None) -> None:
+    given = [x.detach() for x in operands(torch.bfloat16)]
+    found = apply(*given, beta, 0.7, 0.3, softcap, 0.3, softcap)
+    expected = apply(*(x.double() for x in given), beta, 0.7, 0.3, softcap, 0.3, softcap)
+    for ours, exact in zip(found, expected, strict=True):
+        assert relative_rms(ours, exact) < 1e-5
+
+
+@each_beta
 def test_beside_trls_own(beta: float) -> None:
     theirs = pytest.importorskip("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
     given = operands(torch.float32)

@@ -111,6 +111,26 @@ def test_tensors_are_checked_before_their_shapes_are_compared():
     assert said == "hidden must be [S, B, H] with sequence_first=True, got (4,)"
 
 
+def test_flags_and_groups_are_checked_by_their_names():
+    for name, value in {"sequence_first": 1, "dist_process_group": "tp"}.items():
+        given: dict[str, Any] = {name: value}
+        said = complaint(compat.linear_cross_entropy, *operands(), **given)
+        assert said.startswith(f"{name} must be "), said
+
+
+@pytest.mark.usefixtures("ranks_compared")
+def test_all_ranks_raise_what_one_refuses():
+    hidden, weight, labels = operands()
+
+    def rank(group: Any) -> str:
+        own = labels[:, :-1] if group.rank() == 1 else labels
+        options = {"dist_process_group": group}
+        return complaint(compat.linear_cross_entropy, hidden, weight, own, **options)
+
+    refused = "labels must be (3, 7) from hidden, or flat, got (3, 6)"
+    assert all(refused in said for said in run_ranks(rank, 2))
+
+
 def test_temperatures_in_another_order_are_refused():
     given = operands()
     of_each = torch.rand(B, S) + 0.5

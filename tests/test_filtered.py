@@ -130,9 +130,13 @@ def test_rank_one_is_far_closer_than_dropping() -> None:
 
 @each_dtype
 @pytest.mark.parametrize("with_metrics", [False, True])
-def test_eps_0_is_recompute_bit_by_bit(dtype: torch.dtype, with_metrics: bool) -> None:
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 1.0])
+def test_eps_0_is_recompute_bit_by_bit(
+    dtype: torch.dtype, with_metrics: bool, label_smoothing: float
+) -> None:
     problem = inputs(dtype)
     options: dict[str, Any] = {"impl": "eager", "with_metrics": with_metrics}
+    options["label_smoothing"] = label_smoothing
     plain = run_op(problem, Upstream(), schedule="recompute", **options)
     assert_same(plain, run_op(problem, Upstream(), schedule=filtered.schedule(0.0), **options))
 

@@ -129,8 +129,18 @@ class Unknown:
     def known(logits: Any) -> Any:
         return 2.0 * (nn.functional.tanh(logits.float() * 0.5) / 0.25)
 
+    @staticmethod
+    def tiny(logits: Any) -> Any:
+        return logits / 1e50
 
-@pytest.mark.parametrize("name", ["powers", "scaled", "negative", "twice", "written", "known"])
+    @staticmethod
+    def tiny_cap(logits: Any) -> Any:
+        return torch.tanh(logits) * 1e-40
+
+
+@pytest.mark.parametrize(
+    "name", ["powers", "scaled", "negative", "twice", "written", "known", "tiny", "tiny_cap"]
+)
 def test_whatever_is_done_to_the_logits_is_in_the_loss(name):
     change = getattr(Unknown, name)
     model = theirs()
@@ -153,6 +163,24 @@ def test_whatever_is_done_to_the_logits_is_in_the_loss(name):
         compare(step(plugged), found, 0.0)  # the warning comes once
         with pytest.raises(NotImplementedError, match=r"does not apply z_loss_weight=0\.1"):
             step(ours(model, z_loss_weight=0.1), may_warn=True)
+
+
+def test_a_loss_of_each_token_is_flat_as_its_labels():
+    model = theirs()
+    of_tokens: list[Any] = []
+
+    class Changed(type(model)):  # type: ignore[misc]
+        def forward(self, input_ids, labels=None):
+            logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)[:, :-1]
+            flat = logits.reshape(-1, VOCAB), labels[:, 1:].reshape(-1)
+            losses = nn.functional.cross_entropy(*flat, reduction="none")
+            of_tokens.append(losses.detach())
+            loss = losses @ torch.arange(len(losses)).float()
+            return type("Out", (dict,), {"loss": loss})(loss=loss, logits=logits)
+
+    model.__class__ = Changed
+    compare(step(ours(model)), step(model), BUDGET)
+    compare({"losses": of_tokens[0]}, {"losses": of_tokens[1]}, BUDGET)
 
 
 @pytest.mark.parametrize("name", ["reduction", "ignore_index", "weight", "label_smoothing"])
@@ -290,6 +318,26 @@ def test_a_batch_in_which_no_label_counts(count, hooked):
     loss = plugged(input_ids=batch()["input_ids"], labels=labels, **given).loss
     loss.backward()
     assert loss.item() == 0.0
+    assert all(p.grad is None or not p.grad.any() for p in plugged.parameters())
+
+
+@pytest.mark.parametrize("given", [{}, {"num_items_in_batch": 0}, {"ignore_index": 5}], ids=str)
+def test_no_label_counts_in_an_evaluation(given):
+    """Its loss is NaN, as the model's own: a 0 would lower an average over batches."""
+    model = theirs()
+    plugged = ours(model)
+    for ignored in (B * S, B * S - 1):
+        labels = torch.full((B * S,), given.get("ignore_index", -100))
+        labels[ignored:] = 7
+        losses = [
+            one.eval()(input_ids=batch()["input_ids"], labels=labels.view(B, S), **given).loss
+            for one in (plugged, model)
+        ]
+        torch.testing.assert_close(*losses, equal_nan=True)
+        assert losses[0].isfinite() == (ignored < B * S and "num_items_in_batch" not in given)
+        losses[0].backward()
+    plugged.zero_grad()
+    plugged(input_ids=batch()["input_ids"], labels=torch.full((B, S), -100)).loss.backward()
     assert all(p.grad is None or not p.grad.any() for p in plugged.parameters())
 
 

@@ -17,11 +17,15 @@ from tests.contract.compare import compare
 from tests.hf_models import VOCAB, batch, ours, real_logits, step, theirs
 from tests.test_hf import BUDGET
 
+BF16_BUDGET = 0.03
 
-def with_lora(kind: str = "llama", adapters: int = 1, **config: Any) -> Any:
-    """The model with adapters that change its logits, all of them active."""
+
+def with_lora(
+    kind: str = "llama", adapters: int = 1, dtype: torch.dtype = torch.float32, **config: Any
+) -> Any:
+    """The model with adapters that change its logits, all of them active, in fp32."""
     config = {"r": 4, "target_modules": ["q_proj", "lm_head"], **config}
-    model: Any = peft.get_peft_model(theirs(kind), peft.LoraConfig(**config))
+    model: Any = peft.get_peft_model(theirs(kind).to(dtype), peft.LoraConfig(**config))
     names = ["default"]
     for i in range(1, adapters):
         names.append(f"more{i}")
@@ -45,6 +49,19 @@ def test_a_step_equals_the_models_own(kind, config):
     plugged = ours(model)
     assert plugged(**batch()).logits is NO_LOGITS
     compare(step(plugged), step(model), BUDGET)
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi, bias", "granite, quotient"])
+def test_adapters_in_fp32_beside_a_weight_in_16_bits(kind):
+    """PEFT makes them so; with lora_bias their bias is wider than the weight, too."""
+    model = with_lora(kind, dtype=torch.bfloat16, lora_bias=True, target_modules=["lm_head"])
+    plugged = ours(model)
+    assert plugged(**batch()).logits is NO_LOGITS
+    compare(step(plugged), step(model), BF16_BUDGET)
+    out = plugged(**batch(), logits=True)
+    expected = model(**batch())
+    assert out.logits.dtype == torch.bfloat16
+    compare({"logits": out.logits}, {"logits": expected.logits}, BF16_BUDGET)
 
 
 @pytest.mark.parametrize("adapters", [1, 2])
@@ -145,7 +162,11 @@ def test_an_adapter_that_comes_later():
 
 
 def test_other_adapters_are_refused():
-    config = peft.AdaLoraConfig(target_modules=["lm_head"], init_r=4, total_step=10)
-    model = peft.get_peft_model(theirs(), config)
-    with pytest.raises(NotImplementedError, match=r"LoRA on one, got SVDLinear around Linear$"):
-        use_linear_cross_entropy(model)
+    adapters = {
+        "SVDLinear": peft.AdaLoraConfig(target_modules=["lm_head"], init_r=4, total_step=10),
+        r"Linear of peft\.tuners\.vera\.layer": peft.VeraConfig(target_modules=["lm_head"], r=4),
+    }
+    for name, config in adapters.items():
+        model = peft.get_peft_model(theirs(), config)
+        with pytest.raises(NotImplementedError, match=f"LoRA on one, got {name} around Linear$"):
+            use_linear_cross_entropy(model)

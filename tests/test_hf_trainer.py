@@ -156,6 +156,20 @@ def test_evaluation(compiled, tmp_path):
     assert run.predict(without).predictions.shape == (ROWS, S, VOCAB)
 
 
+def test_evaluation_of_rows_without_labels(tmp_path):
+    """Batches of no label are left out of the mean, or make it NaN in older releases."""
+    model = theirs()
+    dataset = [dict(row) for row in rows(1)]
+    dataset[1]["labels"] = torch.full_like(torch.as_tensor(dataset[1]["labels"]), -100)
+    losses = [
+        trainer(one, tmp_path, per_device_eval_batch_size=1, prediction_loss_only=True).evaluate(
+            dataset
+        )["eval_loss"]
+        for one in (ours(model), model)
+    ]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0.0, equal_nan=True)
+
+
 def reset_accelerate() -> None:
     """Let accelerate forget its processes, which tests of one process share."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -170,6 +170,8 @@ def test_logits_under_autocast_are_those_of_a_linear_layer():
     linear = torch.nn.functional.linear
     with torch.autocast("cpu", torch.bfloat16):
         z, expected = layer.logits(hidden), linear(hidden, layer.weight, layer.bias)
+        with pytest.raises(ValueError, match=r"got torch\.float64: pass .*casts no torch\.float64"):
+            layer.logits(hidden.double())
     assert z.dtype == expected.dtype == torch.bfloat16
     assert (z - expected).abs().max() < 0.1  # some roundings of bf16
 
@@ -198,6 +200,20 @@ def test_options_are_checked_when_it_is_made(changes, error, message):
 def test_what_logits_are_asked_of_is_checked(hidden, gather, message):
     with pytest.raises(ValueError, match=message):
         make(None).logits(hidden, gather=gather)
+
+
+@pytest.mark.parametrize("rows", [VOCAB - 3, VOCAB + 5])
+def test_a_weight_of_other_rows_is_refused(rows):
+    layer = make(None)
+    layer.weight = torch.nn.Parameter(torch.zeros(rows, H))
+    hidden = torch.zeros(2, H)
+    labels = torch.zeros(2, dtype=torch.long)
+    texts = {complaint(layer.logits, hidden), complaint(layer, hidden, labels)}
+    texts.add(complaint(layer.forward_with_metrics, hidden, labels))
+    assert texts == {
+        f"weight must be [V, H] with V = {layer.padded_vocab_size} rows of this rank, got "
+        f"({rows}, {H}): make a LinearCrossEntropy of another vocab_size"
+    }
 
 
 @pytest.mark.parametrize(("shape", "dim", "expected"), [

@@ -3,8 +3,10 @@
 import copy
 import functools
 import io
+import os
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -83,6 +85,46 @@ CASES = {
     "first dimension": (4, True, Shard(0), {"schedule": "in_forward"}),
     "bias and softcap": (4, True, Shard(1), {"softcap": 2.0, "logit_scale": 0.7}),
 }
+
+
+@pytest.mark.parametrize(("P", "rows", "S"), [(1, 1, 4), (2, 1, 4), (4, VOCAB, 0), (4, 2, 4)])
+@on_ranks("P")
+def test_logits_of_few_rows_or_no_tokens(group, P, rows, S):
+    torch.manual_seed(0)
+    whole_head = nn.Linear(H, rows)
+    head: Any = copy.deepcopy(whole_head)
+    parallelize_module(
+        nn.ModuleDict({"head": head}), mesh_of(P), {"head": LinearCrossEntropyParallel()}
+    )
+    gradients = []
+    for one in (head, whole_head):
+        hidden = torch.randn(B, S, H, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        logits = one(hidden)
+        assert logits.shape == (B, S, rows)
+        (logits * torch.arange(1.0, rows + 1)).square().sum().backward()
+        gradients.append(
+            [logits.detach(), hidden.grad, whole(one.weight.grad), whole(one.bias.grad)]
+        )
+    torch.testing.assert_close(*gradients)
+
+
+@on_ranks(2)
+def test_ranks_that_ask_for_other_logits(group):
+    """At the first call they compare what they ask for, also if one rank's is refused."""
+    model: Any = made()
+    style = LinearCrossEntropyParallel(input_layouts=Shard(1))
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"lm_head": style})
+    given = {
+        "hidden must be [..., H] with H = 16 from weight, got (2, 4, 15)": torch.zeros(B, 4, H - 1),
+        "hidden must be [B, S / P, ..., H] with sequence_dim=1": torch.zeros(4, H),
+        "hidden must have weight's dtype torch.float32, got": torch.zeros(B, 4, H).double(),
+        "hidden.shape is [2, 4, 16] on rank 0 and [2, 5, 16] on rank 1": torch.zeros(B, 5, H),
+    }
+    with mock.patch.dict(os.environ, {"FLCE_DIST_CHECK_RANKS": "1"}):
+        for said, wrong in given.items():
+            hidden = wrong if group.rank() == 1 else torch.zeros(B, 4, H)
+            with pytest.raises(ValueError, match=re.escape(said)):
+                model.lm_head(hidden)
 
 
 @pytest.mark.parametrize("is_dtensor", [False, True])

@@ -287,6 +287,19 @@ def test_errors_are_relative_however_small_or_large_the_reference(scale):
             assert_within_budget(wrong, reference, reference)
 
 
+def test_tensors_that_cannot_be_compared_are_named():
+    """A cast to fp64 would drop imaginary parts, and a broadcast compare something else."""
+    given: dict[str, Any] = dict.fromkeys(("actual", "reference", "eager"), torch.ones(3))
+    for name, x in given.items():
+        with pytest.raises(ValueError, match=f"^{name} must be real, got torch.complex64"):
+            error_budget(**{**given, name: x.to(torch.complex64)})
+    for name in ("actual", "eager"):
+        with pytest.raises(
+            ValueError, match=rf"^{name} must have reference's shape \(3,\), got \(2,\)"
+        ):
+            error_budget(**{**given, name: torch.ones(2)})
+
+
 def test_zeros_are_met_by_zeros_only():
     zeros, empty = torch.zeros(3), torch.empty(0, 4)
     assert_within_budget(empty, empty.double(), empty)

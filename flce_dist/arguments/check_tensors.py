@@ -70,12 +70,16 @@ def check_shapes(hidden: Tensor, weight: Tensor) -> None:
 def check_one_dtype(hidden: Tensor, **operands: Tensor | None) -> None:
     """Check that these have hidden's dtype, where they are given."""
     for name, x in operands.items():
-        if x is not None and x.dtype != hidden.dtype:
-            raise ValueError(
-                f"{name} must have hidden's dtype {hidden.dtype}, got {x.dtype}: pass "
-                f"{name}.to({hidden.dtype}) or hidden.to({x.dtype}), or call under torch.autocast"
-                + OF_GRADIENTS
-            )
+        if x is None or x.dtype == hidden.dtype:
+            continue
+        way_out = f"{name}.to({hidden.dtype}) or hidden.to({x.dtype}), or call under torch.autocast"
+        if torch.is_autocast_enabled(hidden.device.type):
+            wide = "hidden" if hidden.dtype == torch.float64 else name
+            way_out = f"{wide}.float(), since torch.autocast casts no torch.float64"
+        raise ValueError(
+            f"{name} must have hidden's dtype {hidden.dtype}, got {x.dtype}: pass {way_out}"
+            + OF_GRADIENTS
+        )
 
 
 def check_tensor(
@@ -121,6 +125,31 @@ def check_group(
             f"{name} must be None or a torch.distributed.ProcessGroup that this rank belongs to, "
             f"got {values.shown(tp_group)}{way_out}"
         )
+
+
+def check_hidden_of_logits(hidden: Tensor, weight: Tensor, options: LossOptions) -> None:
+    """Check hidden for logits alone, by the layer that owns weight [V, H]."""
+    check_tensor("hidden", hidden, FLOATS, weight, "weight")
+    H = weight.shape[1]
+    if hidden.shape[-1:] != (H,):
+        must = f"hidden must be [..., H] with H = {H} from weight"
+        raise ValueError(f"{must}, got {tuple(hidden.shape)}")
+    check_split(hidden, options)
+    kind = hidden.device.type
+    if dtype_in_autocast(hidden, kind) != dtype_in_autocast(weight, kind):
+        way_out = f"hidden.to({weight.dtype}), or call under torch.autocast"
+        if torch.is_autocast_enabled(kind):
+            way_out = f"hidden.to({weight.dtype}), since torch.autocast casts no torch.float64"
+        raise ValueError(
+            f"hidden must have weight's dtype {weight.dtype}, got {hidden.dtype}: pass {way_out}"
+        )
+
+
+def dtype_in_autocast(x: Tensor, device_type: str) -> torch.dtype:
+    """Return the dtype of operand x in a call on such a device."""
+    takes_part = x.is_floating_point() and x.dtype != torch.float64
+    is_on = takes_part and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if is_on else x.dtype
 
 
 def check_split(hidden: Tensor, options: LossOptions) -> None:

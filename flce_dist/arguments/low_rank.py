@@ -8,12 +8,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flce_dist.arguments import values
-from flce_dist.arguments.check_tensors import FLOATS, check_tensor
+from flce_dist.arguments.check_tensors import FLOATS, check_tensor, dtype_in_autocast
 from flce_dist.arguments.options import LossOptions
 from flce_dist.arguments.passed import (
     Arguments,
     check_passed,
-    dtype_in_autocast,
     in_autocast_dtype,
 )
 

@@ -29,6 +29,10 @@ class UnsizedSchedule(Protocol):
     def name(self) -> str:
         """By which compiled code refers to it, once it is ``registered``."""
 
+    @property
+    def is_recompute(self) -> bool:
+        """Whether it is to be schedule "recompute" in every bit."""
+
     results: ClassVar[type[Any]]
     """``LossWithMetrics``, or a type that begins with its fields."""
 
@@ -97,7 +101,10 @@ class LossOptions:
         smaller. Schedules that keep exponentials cannot help it.
         """
         is_rounded = dtype.itemsize == 2 and self.label_smoothing != 0.0
-        computes_logits = self.schedule in ("auto", "recompute")
+        if isinstance(self.schedule, str):
+            computes_logits = self.schedule in ("auto", "recompute")
+        else:
+            computes_logits = self.schedule.is_recompute
         label_share = 1 - self.label_smoothing
         return is_rounded and computes_logits and label_share**2 * vocab_size < 1
 

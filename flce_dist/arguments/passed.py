@@ -16,6 +16,7 @@ from flce_dist.arguments.check_tensors import (
     check_tensor,
     check_tensors,
     check_tokens,
+    dtype_in_autocast,
 )
 from flce_dist.arguments.options import LossOptions
 from flce_dist.core.call import Needs
@@ -111,13 +112,6 @@ def in_autocast_dtype(arguments: Arguments) -> Arguments:
         return x.to(dtype_in_autocast(x, device_type)) if isinstance(x, Tensor) else x
 
     return arguments._replace(hidden=to(hidden), weight=to(weight), bias=to(bias))
-
-
-def dtype_in_autocast(x: Tensor, device_type: str) -> torch.dtype:
-    """Return the dtype of operand x in a call on such a device."""
-    takes_part = x.is_floating_point() and x.dtype != torch.float64
-    is_on = takes_part and torch.is_autocast_enabled(device_type)
-    return torch.get_autocast_dtype(device_type) if is_on else x.dtype
 
 
 def settled(arguments: Arguments, last_columns: Tensor | None = None) -> tuple[Arguments, Needs]:

@@ -4,7 +4,7 @@
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,22 +41,23 @@ class ChunkedLogProbFunction:
         autocast's, and may be sharded by FSDP2. A target of -100 is ignored. ``outputs`` left out
         are None; log_sum_sq_probs and mean_logits take a second pass. chunk_size is not used.
         """
-        weight, bias = _cast(hidden, weight, bias, logit_scale)
+        weight, bias = _cast(hidden, weight, bias)
+        logits = _Logits.of(bias, logit_scale, final_logit_softcapping, temperature)
         scored = functools.partial(
             linear_cross_entropy_with_metrics,
             hidden,
             weight,
             targets,
-            bias=bias,
+            bias=logits.bias,
             reduction="none",
-            softcap=final_logit_softcapping,
-            logit_scale=logit_scale,
+            softcap=logits.softcap,
+            logit_scale=logits.scale,
         )
-        out = scored(temperature=temperature)
+        out = scored(temperature=logits.temperature)
         results = {"entropy": out.entropy, "is_top1": out.correct}
         if "log_sum_sq_probs" in outputs or "mean_logits" in outputs:
             with torch.no_grad():  # of logits twice as large
-                twice = scored(temperature=temperature / 2, label_smoothing=1.0)
+                twice = scored(temperature=logits.temperature / 2, label_smoothing=1.0)
                 results["log_sum_sq_probs"] = twice.lse - 2 * out.lse  # also of a banned target
                 results["mean_logits"] = (twice.lse - twice.loss) / 2
         return -out.loss, *(results[x] if x in outputs else None for x in OUTPUTS)
@@ -88,40 +89,69 @@ class ChunkedDivergenceFunction:
         """
         of_ends: dict[float, Kind] = {0.0: "forward_kl", 1.0: "reverse_kl"}
         kind = of_ends.get(float(beta), "jsd")
-        own = _cast(hidden, weight, bias, logit_scale)
-        theirs = _cast(teacher_hidden, teacher_weight, teacher_bias, teacher_logit_scale)
+        weight, bias = _cast(hidden, weight, bias)
+        teacher_weight, teacher_bias = _cast(teacher_hidden, teacher_weight, teacher_bias)
+        own = _Logits.of(bias, logit_scale, softcap, temperature)
+        theirs = _Logits.of(teacher_bias, teacher_logit_scale, teacher_softcap, temperature)
         outputs = linear_divergence_with_metrics(
             hidden,
-            own[0],
+            weight,
             teacher_hidden,
-            theirs[0],
+            teacher_weight,
             kind=kind,
-            bias=own[1],
-            teacher_bias=theirs[1],
+            bias=own.bias,
+            teacher_bias=theirs.bias,
             reduction="none",
-            temperature=temperature,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            teacher_logit_scale=teacher_logit_scale,
-            teacher_softcap=teacher_softcap,
+            temperature=own.temperature,
+            teacher_temperature=theirs.temperature,
+            logit_scale=own.scale,
+            softcap=own.softcap,
+            teacher_logit_scale=theirs.scale,
+            teacher_softcap=theirs.softcap,
             beta=beta if kind == "jsd" else 0.5,
         )
         return outputs.loss, outputs.entropy
 
 
-def _cast(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float
-) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias as ours takes them: TRL scales the bias, too.
+class _Logits(NamedTuple):
+    """``softcap(scale * h . w + bias) / temperature``, as ours has them."""
 
-    Those that FSDP2 has sharded are gathered first: what a cast or product returns is no parameter.
+    bias: Tensor | None
+    scale: float
+    softcap: float | None
+    temperature: float | Tensor
+
+    @classmethod
+    def of(
+        cls,
+        bias: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        temperature: float | Tensor,
+    ) -> "_Logits":
+        """Return those of TRL, which scales the bias, too.
+
+        That would round it in 16 bits. A positive scale divides softcap and temperature instead.
+        """
+        if bias is None or scale == 1.0:
+            return cls(bias, scale, softcap, temperature)
+        if scale > 0.0:
+            softcap = None if softcap is None else softcap / scale
+            return cls(bias, 1.0, softcap, temperature / scale)
+        return cls(bias * scale, scale, softcap, temperature)
+
+
+def _cast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias in hidden's dtype, but for autocast, which casts them itself.
+
+    Those that FSDP2 has sharded are gathered first: what a cast returns is no parameter.
     """
     weight = gathered(weight, hidden, None)
     bias = gathered(bias, hidden, None)
     if not torch.is_autocast_enabled(hidden.device.type):
         weight = weight.to(hidden.dtype)
         bias = None if bias is None else bias.to(hidden.dtype)
-    return weight, bias if bias is None or logit_scale == 1.0 else bias * logit_scale
+    return weight, bias
 
 
 class _OfParameters(type):

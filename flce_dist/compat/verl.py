@@ -6,9 +6,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce_dist.api import linear_cross_entropy_with_metrics
-from flce_dist.arguments.check_tensors import FLOATS, LABELS, check_tensor
+from flce_dist.arguments import values
+from flce_dist.arguments.check_tensors import FLOATS, LABELS, check_group, check_tensor
 from flce_dist.arguments.options import Reduction
+from flce_dist.arguments.rank_check import refusals_told
 from flce_dist.compat.stand_ins import StandIns
+
+_FUNCTION = "linear_cross_entropy_with_metrics"
 
 _stand_ins = StandIns()
 
@@ -36,6 +40,26 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes do not belong together, or an argument is wrong, as for ours.
     """
+    check_group(dist_process_group, sequence_parallel=False, name="dist_process_group")
+    with refusals_told(_FUNCTION, dist_process_group, hidden):
+        values.flag("sequence_first", sequence_first)
+        hidden, labels, temperature = _flat(hidden, labels, temperature, sequence_first)
+    out = linear_cross_entropy_with_metrics(
+        hidden,
+        weight,
+        labels,
+        temperature=temperature,
+        reduction=reduction,
+        tp_group=dist_process_group,
+        reduce_dhidden=False,
+    )
+    return -out.loss, out.entropy
+
+
+def _flat(
+    hidden: Tensor, labels: Tensor, temperature: float | Tensor, sequence_first: bool
+) -> tuple[Tensor, Tensor, float | Tensor]:
+    """Return hidden [T, H], labels [T] and a temperature of all tokens, or [T], in one order."""
     check_tensor("hidden", hidden, FLOATS)
     check_tensor("labels", labels, LABELS, hidden)
     if isinstance(temperature, Tensor):
@@ -62,16 +86,7 @@ def linear_cross_entropy(
                 f"{tuple(temperature.shape)}"
             )
         temperature = temperature.reshape(-1)
-    out = linear_cross_entropy_with_metrics(
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        labels.reshape(-1),
-        temperature=temperature,
-        reduction=reduction,
-        tp_group=dist_process_group,
-        reduce_dhidden=False,
-    )
-    return -out.loss, out.entropy
+    return hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), temperature
 
 
 def use_linear_cross_entropy() -> None:

@@ -91,6 +91,11 @@ class Filter:
 
     results: ClassVar[type[Any]] = FilteredLossWithMetrics
 
+    @property
+    def is_recompute(self) -> bool:
+        """Whether every tile is kept."""
+        return self.eps == 0.0
+
     def refuse(self, options: LossOptions) -> None:
         if options.softcap is not None:
             raise NotImplementedError(

@@ -111,7 +111,7 @@ class PluggedLayer:
 def loss_of(
     operands: LayerOperands, labels: Tensor, formula: Formula, keywords: dict[str, Any]
 ) -> Tensor:
-    """Return the loss of labels [T]."""
+    """Return the loss of labels [T], a scalar or [T] by reduction."""
     hidden, weight, bias, low_rank = operands
     rows = formula.rows(hidden)
     if low_rank is not None:
@@ -124,7 +124,7 @@ def loss_of(
         )
     mesh: Any = getattr(weight, "device_mesh", None)
     is_split = isinstance(weight, DTensor) and weight.placements == (Shard(0),)
-    return linear_cross_entropy(
+    loss = linear_cross_entropy(
         rows,
         weight,
         labels.view(tokens),
@@ -136,6 +136,7 @@ def loss_of(
         sequence_parallel=isinstance(rows, DTensor) and rows.placements == (Shard(1),),
         **keywords,
     )
+    return loss.view(labels.shape) if loss.dim() else loss
 
 
 def layers_of(head: Any) -> list[Any]:
@@ -194,6 +195,8 @@ def operands(layer: Any, hidden: Tensor) -> LayerOperands:
         highs.append(B.weight.to(weight.dtype))
         if B.bias is not None:
             bias = B.bias * scaling + (0.0 if bias is None else bias)
+    if bias is not None:  # that of an adapter may be fp32 beside a 16-bit weight
+        bias = bias.to(weight.dtype)
     low_rank = (torch.cat(lows, -1), torch.cat(highs, 1)) if lows else None
     return LayerOperands(hidden, weight, bias, low_rank)
 

@@ -85,9 +85,9 @@ def use_linear_cross_entropy(
 
     Call it before Trainer, accelerate, DDP, FSDP or torch.compile take the model; again to change
     options. Adapters may come before or after it. With labels the model returns its loss as before
-    (0, not NaN, if no label counts). Scale, softcap, bias, LoRA and the tensor-parallel group are
-    the model's. Logits with which a model does more, or that hooks see, are computed for its own
-    loss; a warning says so, once.
+    (in training 0, not NaN, if no label counts). Scale, softcap, bias, LoRA and the tensor-parallel
+    group are the model's. Logits with which a model does more, or that hooks see, are computed for
+    its own loss; a warning says so, once.
 
     Args:
         model: a ``PreTrainedModel`` whose forward takes labels, or a ``PeftModel`` of one.
@@ -148,11 +148,19 @@ def _base_of(model: Any) -> Any:
 
 def _class_names(layer: Any) -> str:
     """Return the classes of a layer and of those that it wraps, from the outside in."""
-    names = [type(layer).__name__]
+    names = [_class_name(layer)]
     while isinstance(getattr(layer, "base_layer", None), nn.Module):
         layer = layer.base_layer
-        names.append(type(layer).__name__)
+        names.append(_class_name(layer))
     return " around ".join(names)
+
+
+def _class_name(layer: Any) -> str:
+    """Return the name of a layer's class, with its module if torch has one of that name."""
+    name = type(layer).__name__
+    place = type(layer).__module__
+    is_torchs = place.startswith("torch.") or not hasattr(nn, name)
+    return name if is_torchs else f"{name} of {place}"
 
 
 def _check_kind(model: Any) -> None:
@@ -256,7 +264,8 @@ def _forward_of(base: Any) -> Callable[..., Any]:
         settings = getattr(self, "linear_cross_entropy", None)  # None: made by type(model)(config)
         if labels is None or settings is None or settings.is_off:
             return base.forward(self, *args, **kwargs)
-        kwargs = _with_an_item(kwargs)
+        if self.training:
+            kwargs = _with_an_item(kwargs)
         head = self.get_output_embeddings()
         around = settings.modules_around(self, head)
         why = why_real(head, around, is_replica=getattr(self, "_is_replica", False))
@@ -264,7 +273,9 @@ def _forward_of(base: Any) -> Callable[..., Any]:
             settings.warn(why)
             return base.forward(self, *args, **kwargs)
         wanted = next(x for x in (logits, settings.logits, not self.training) if x is not None)
-        recording = Recording(settings.keywords, settings.warn, wants_logits=wanted)
+        recording = Recording(
+            settings.keywords, settings.warn, wants_logits=wanted, is_training=self.training
+        )
         layers = _adopt(head)
         outer = [layer.recording for layer in layers]  # of a forward that has called this one
         for layer in layers:

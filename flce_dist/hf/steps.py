@@ -43,16 +43,25 @@ class Formula:
         return hidden
 
 
+_FP32 = torch.finfo(torch.float32)
+
 Step = Callable[[Formula, Tensor, list[Any]], Formula | None]
 """Takes the formula, the logits (without values) and the function's other arguments."""
 
 
 def _product(formula: Formula, logits: Tensor, others: list[Any]) -> Formula | None:
-    return formula.times(others[0]) if _is_positive(others) else None
+    return _scaled(formula, others[0]) if _is_positive(others) else None
 
 
 def _quotient(formula: Formula, logits: Tensor, others: list[Any]) -> Formula | None:
-    return formula.times(1 / others[0]) if _is_positive(others) else None
+    return _scaled(formula, 1 / others[0]) if _is_positive(others) else None
+
+
+def _scaled(formula: Formula, factor: float) -> Formula | None:
+    """A scale and a softcap that fp32 does not hold are none of the loss."""
+    scaled = formula.times(factor)
+    factors = [x for x in (scaled.scale, scaled.softcap) if x is not None]
+    return scaled if all(_FP32.tiny <= x <= _FP32.max for x in factors) else None
 
 
 def _is_positive(others: list[Any]) -> bool:

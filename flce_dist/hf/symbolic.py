@@ -32,14 +32,21 @@ class Recording:
         keywords: of ``linear_cross_entropy``, as the user gave them.
         warn: takes a reason for logits that nobody asked for.
         wants_logits: whether the output has real logits beside the loss.
+        is_training: whether the model is, whose mean over no label is 0; else it is NaN.
     """
 
     def __init__(
-        self, keywords: dict[str, Any], warn: Callable[[str], None], *, wants_logits: bool
+        self,
+        keywords: dict[str, Any],
+        warn: Callable[[str], None],
+        *,
+        wants_logits: bool,
+        is_training: bool,
     ) -> None:
         self.keywords = keywords
         self.warn = warn
         self.wants_logits = wants_logits
+        self.is_training = is_training
         self.is_over = False
         self.calls: list[LayerCall] = []
 
@@ -126,7 +133,11 @@ class LayerCall:
 
         def of(operands: LayerOperands) -> Tensor:
             keywords = {**options, **self.recording.keywords}
-            return loss_of(operands, labels, formula, keywords)
+            loss = loss_of(operands, labels, formula, keywords)
+            if self.recording.is_training or options.get("reduction", "mean") != "mean":
+                return loss
+            counts = (labels != options.get("ignore_index", -100)).any()
+            return loss.where(counts, torch.nan)  # which averages over batches leave out
 
         self.is_in_loss = True
         if self.operands is not None and not self.layer.needs_its_hooks():

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
-from flce_dist.megatron.layouts import check_tokens, copy_transposed, has_dimensions, transposed
+from flce_dist.megatron.layouts import by_sequence, check_tokens, copy_transposed, transposed
 
 
 class FusedLayer:
@@ -70,12 +70,12 @@ class FusedLayer:
         ranks = 0  # whose tokens are put into another order
         if not isinstance(keywords["schedule"], str):
             ranks = self.tp_group.size() if self.sequence_parallel else 1
-        hidden = _by_sequence(hidden, min(ranks, 1))
-        labels = _by_sequence(transposed(labels), ranks)
+        hidden = by_sequence(hidden, min(ranks, 1))
+        labels = by_sequence(transposed(labels), ranks)
         result: Any = function(hidden, weight, labels, **keywords)
         if not with_metrics:
-            return copy_transposed(_by_sequence(result, ranks)), None
-        result = result._make(copy_transposed(_by_sequence(x, ranks)) for x in result)
+            return copy_transposed(by_sequence(result, ranks)), None
+        result = result._make(copy_transposed(by_sequence(x, ranks)) for x in result)
         if self.keeps_metrics:
             self.last_metrics = result._make(x.detach() for x in result)
         return result.loss, result.correct
@@ -104,13 +104,3 @@ class FusedLayer:
             "sequence_parallel": self.sequence_parallel,
             "accumulate_dweight": fuses,
         }
-
-
-def _by_sequence(x: Tensor, ranks: int) -> Tensor:
-    """[s, b, ...] to [ranks * b, s / ranks, ...], in each rank's part one sequence after the other.
-
-    Its own inverse. What is no such tensor stays as it is; so does any x with ``ranks=0``.
-    """
-    if not (ranks and has_dimensions(x)) or x.dim() < 2:
-        return x
-    return x.unflatten(0, (ranks, -1)).transpose(1, 2).flatten(0, 1)

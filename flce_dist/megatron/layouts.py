@@ -62,6 +62,16 @@ def transposed(x: Any) -> Any:
     return x.transpose(0, 1).contiguous() if has_dimensions(x) and x.dim() > 1 else x
 
 
+def by_sequence(x: Tensor, ranks: int) -> Tensor:
+    """[s, b, ...] to [ranks * b, s / ranks, ...], in each rank's part one sequence after the other.
+
+    Its own inverse. What is no such tensor stays as it is; so does any x with ``ranks=0``.
+    """
+    if not (ranks and has_dimensions(x)) or x.dim() < 2:
+        return x
+    return x.unflatten(0, (ranks, -1)).transpose(1, 2).flatten(0, 1)
+
+
 def has_dimensions(x: Any) -> bool:
     """Whether x is a dense tensor, whose dimensions may be put into another order."""
     return isinstance(x, Tensor) and is_dense(x)

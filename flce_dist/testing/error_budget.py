@@ -34,10 +34,18 @@ def relative_rms(actual: Tensor, reference: Tensor) -> float:
     It is 0 if both are exactly 0 or empty, inf if only the reference is 0, NaN if ``actual`` holds
     NaN or inf. Shapes must be equal: a broadcast would compare something else.
     """
+    return _relative_rms(actual, reference, "actual")
+
+
+def _relative_rms(actual: Tensor, reference: Tensor, name: str) -> float:
+    """``relative_rms`` of the caller's argument of this name."""
     if actual.shape != reference.shape:
         expected = tuple(reference.shape)
         got = tuple(actual.shape)
-        raise ValueError(f"actual must have reference's shape {expected}, got {got}")
+        raise ValueError(f"{name} must have reference's shape {expected}, got {got}")
+    for of, x in ((name, actual), ("reference", reference)):
+        if x.is_complex():  # whose imaginary part ``double`` would drop
+            raise ValueError(f"{of} must be real, got {x.dtype}: compare torch.view_as_real of it")
     reference = reference.detach().double()
     difference = _norm(actual.detach().double() - reference)
     if not math.isfinite(difference):
@@ -71,7 +79,7 @@ def error_budget(
         budget = error_budget(mine, exact, torch.logsumexp(logits, -1))
         assert budget.met, budget
     """
-    eager_error = relative_rms(eager, reference)
+    eager_error = _relative_rms(eager, reference, "eager")
     dtype = eager.dtype if dtype is None else dtype
     computed_in = torch.promote_types(dtype, torch.float32)
     rounding = torch.finfo(dtype).eps + 8 * torch.finfo(computed_in).eps
