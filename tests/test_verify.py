@@ -82,6 +82,18 @@ def test_passes_in_one_process_in_every_dtype(capsys):
         assert f"{dtype}, T=24 H=64 V=200: error / budget" in printed
 
 
+def test_the_implementation_that_is_asked_for_is_checked(monkeypatch):
+    asked = set()
+
+    def noting(case: Any, data: Any, truth: Any, group: Any, impl: Any) -> dict[str, ErrorBudget]:
+        asked.add(impl)
+        return {"loss": ErrorBudget(0.0, 1.0)}
+
+    monkeypatch.setattr(verify, "run_case", noting)
+    assert run(*FEW, "--impl", "triton", "--quiet") == 0
+    assert asked == {"triton"}
+
+
 def test_a_case_that_raises_is_a_miss(mutate, capsys):
     for name in CALLS:
         mutate(verify_results, name, raises)

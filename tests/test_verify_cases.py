@@ -70,6 +70,7 @@ def test_a_case_is_called_as_it_says(mutate):
             counted = int((data.labels != -100).sum())
             options["max_counted"] = counted if variant.counted else None
             options["skip_ignored"] = variant.skips
+            options["impl"] = "eager"
             options["vocab_range"] = (0, len(data.weight)) if variant.uneven else None
             assert options.items() <= asked.items()
             assert ("bias" in asked) == variant.bias
