@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import random
 import time
 from dataclasses import astuple
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from flce_dist.launch.bench.divergences import KINDS, true_divergence
 from flce_dist.launch.bench.measure import Measured
 from flce_dist.launch.bench.peers import canonical
 from flce_dist.launch.bench.problem import Errors, make_problem, make_truth
+from flce_dist.launch.bench.report import make_records
 from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.reference import reference_linear_cross_entropy, reference_linear_divergence
 from flce_dist.testing import relative_rms, run_ranks
@@ -118,6 +120,18 @@ def test_the_errors_of_the_worst_rank_count(monkeypatch):
     shape, cpu = ShapeSpec(T=8, H=4, V=18, dtype="fp32"), torch.device("cpu")
     for loss, dhidden, dweight in run_ranks(measured, 3, backend="gloo"):
         assert loss == 2e-3 and math.isnan(dhidden) and dweight is None
+
+
+def test_the_time_of_a_floor_is_one_number():
+    """Its p50, and what runs are measured against, whose last bits differ by other formulas."""
+    problem = make_problem(ShapeSpec(T=8, H=4, V=16, dtype="fp32"), torch.device("cpu"), 0, None)
+    draw = random.Random(0)
+    for _ in range(2000):
+        samples = [draw.uniform(0.01, 3.0) for _ in range(2)]
+        floor = Measured(RunSpec("gemm3"), problem, BenchConfig(), samples_ms=samples)
+        ours = Measured(RunSpec("eager"), problem, BenchConfig(), samples_ms=samples)
+        of_floor, of_ours = make_records(ShapeSpec(), [floor, ours])
+        assert of_ours.floor_ms == of_floor.p50_ms and of_ours.ratio == 1.0
 
 
 @pytest.mark.parametrize("options", [{"max_counted": True}, {"skip_ignored": True}, {}], ids=str)

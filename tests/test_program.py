@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -90,6 +91,7 @@ def test_ours_on_a_gpu_is_refused_without_one(monkeypatch):
         choose_device(RunConfig(head=HeadConfig(impl="triton")))
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_a_commit_is_of_our_own_checkout(tmp_path):
     """A wheel may be installed below a checkout of something else."""
     file = tmp_path / "site-packages" / "about.py"
