@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# composer (mosaicml) 0.32.1 with transformers 4.53.3, the newest that it allows: apply_alibi(), and
-# the algorithm Alibi that calls it, zero and freeze GPT-2's position embeddings and replace the
-# method _attn of its attention, which this transformers no longer calls. So the biases of ALiBi are
-# never added, and the model is left without any positions: of one layer, the prediction after a
-# text is the same in whatever order its tokens are. No error, no warning, whether attention is eager
-# or that of torch. BERT, whose forward is replaced, gets its biases.
+# composer (mosaicml) 0.32.1 with transformers 4.53.3, the newest that it allows: apply_alibi(),
+# and the algorithm Alibi that calls it, zero and freeze GPT-2's position embeddings and replace
+# the method _attn of its attention, which this transformers no longer calls. So the biases of
+# ALiBi are never added, and the model is left without any positions: of one layer, the
+# prediction after a text is the same in whatever order its tokens are. No error, no warning,
+# whether attention is eager or that of torch. BERT, whose forward is replaced, gets its biases.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

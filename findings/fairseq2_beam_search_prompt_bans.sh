@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# fairseq2 0.8.1: in a batch, prompts that are longer than the shortest one are fed to beam search
-# token by token, with the bans of generation: end-of-sequence tokens before the minimum length,
-# padding, and what step processors forbid get a score of -inf also where they are the prompt's own.
-# So a prompt with an end-of-sequence token inside (a chat of several turns, documents that are
-# joined) has hypotheses of score -inf beside a shorter prompt, and their tokens are arbitrary; alone,
-# or beside one that is as long, it gets proper ones. No error, no warning.
-# (fairseq2n, the part in C++, wants a CUDA build of torch and is not called here: an empty module
-# stands in for it, with the flag with which fairseq2 builds its documentation.)
+# fairseq2 0.8.1: in a batch, prompts that are longer than the shortest one are fed to beam
+# search token by token, with the bans of generation: end-of-sequence tokens before the minimum
+# length, padding, and what step processors forbid get a score of -inf also where they are the
+# prompt's own. So a prompt with an end-of-sequence token inside (a chat of several turns,
+# documents that are joined) has hypotheses of score -inf beside a shorter prompt, and their
+# tokens are arbitrary; alone, or beside one that is as long, it gets proper ones. No error, no
+# warning.
+# (fairseq2n, the part in C++, wants a CUDA build of torch and is not called here: an empty
+# module stands in for it, with the flag with which fairseq2 builds its documentation.)
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# fairseq2 0.8.1: local layers of Gemma 3n attend to a sliding window of 512 tokens (sliding_window).
-# With a state bag, that is in decoding, their cache keeps every token (the factory gives them no
-# LocalAttentionStateFactory, as Mistral's does), and the window is not applied if the queries are
-# fewer than it. So they attend to all tokens, and from the 513th on the logits of a generated text
-# are others than those of the model's forward, which training uses. No error, no warning; with a
-# window as long as the text both are equal.
-# (fairseq2n, the part in C++, wants a CUDA build of torch and is not called here: an empty module
-# stands in for it, with the flag with which fairseq2 builds its documentation.)
+# fairseq2 0.8.1: local layers of Gemma 3n attend to a sliding window of 512 tokens
+# (sliding_window). With a state bag, that is in decoding, their cache keeps every token (the
+# factory gives them no LocalAttentionStateFactory, as Mistral's does), and the window is not
+# applied if the queries are fewer than it. So they attend to all tokens, and from the 513th on
+# the logits of a generated text are others than those of the model's forward, which training
+# uses. No error, no warning; with a window as long as the text both are equal.
+# (fairseq2n, the part in C++, wants a CUDA build of torch and is not called here: an empty
+# module stands in for it, with the flag with which fairseq2 builds its documentation.)
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

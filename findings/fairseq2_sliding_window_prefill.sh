@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# fairseq2 0.8.1: prefill_chunk_size of its sequence generators, 512 by default, is to say in which
-# chunks a prompt is computed. For models with a sliding window (Mistral, OLMo 3; 4096 tokens by
-# default) it changes scores, and so what is chosen, once the prompt is longer than the window: the
-# cache keeps the keys of the last window of tokens, counted from the end of a chunk, and drops older
-# ones before the chunk is computed. So the first tokens of a chunk miss nearly all of their own
-# window: with chunks of 512 a window of 4096 is one of 3584 at times. No error, no warning. Without
-# chunks, or with a prompt that fits the window, scores are those of the model's forward.
-# (fairseq2n, the part in C++, wants a CUDA build of torch and is not called here: an empty module
-# stands in for it, with the flag with which fairseq2 builds its documentation.)
+# fairseq2 0.8.1: prefill_chunk_size of its sequence generators, 512 by default, is to say in
+# which chunks a prompt is computed. For models with a sliding window (Mistral, OLMo 3; 4096
+# tokens by default) it changes scores, and so what is chosen, once the prompt is longer than the
+# window: the cache keeps the keys of the last window of tokens, counted from the end of a chunk,
+# and drops older ones before the chunk is computed. So the first token of a chunk misses as many
+# keys of its own window as the chunk has tokens behind it: with chunks of 512 a window of 4096
+# is at times one of 3585. No error, no warning. Without chunks, or with a prompt that fits the
+# window, scores are those of the model's forward.
+# (fairseq2n, the part in C++, wants a CUDA build of torch and is not called here: an empty
+# module stands in for it, with the flag with which fairseq2 builds its documentation.)
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # speculative-decoding 0.2.0: rows of a batch that have accepted different numbers of tokens are
-# aligned to the right, and what is left of a shorter row is to be masked: the decoder makes the mask
-# (seq_start_pos), but hands it to the layers of early exits alone. So a row attends to leftovers of
-# itself that stand before its prompt, and what it generates depends on the rows beside it. Greedy
-# decoding, which by the paper (arXiv:2211.17192) gives the tokens of the large model, gives others.
-# No error, no warning; alone, or beside copies of itself, a row gets the tokens of base_decoding.
+# aligned to the right, and what is left of a shorter row is to be masked: the decoder makes the
+# mask (seq_start_pos), but hands it to the layers of early exits alone. So a row attends to
+# leftovers of itself that stand before its prompt, and what it generates depends on the rows
+# beside it. Greedy decoding, which by the paper (arXiv:2211.17192) gives the tokens of the large
+# model, gives others. No error, no warning; alone, or beside copies of itself, a row gets the
+# tokens of base_decoding.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
