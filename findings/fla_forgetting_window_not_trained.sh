@@ -109,7 +109,7 @@ with torch.no_grad():
             continue
         is_as_described &= positions == everywhere
         errors = (decode(model) - logits).abs().amax(-1)[0]
-        print(f"    logits up to {logits.abs().max():.2f}: with a cache those of the prompt", end=" ")
+        print(f"    logits up to {logits.abs().max():.2f}: with a cache the prompt's", end=" ")
         print(f"are {errors[:PROMPT_LENGTH].max():.5f} from forward's, later ones", end=" ")
         print(f"{errors[PROMPT_LENGTH:].min():.5f} to {errors[PROMPT_LENGTH:].max():.5f}")
         is_as_described &= errors[:PROMPT_LENGTH].max().item() < 1e-4
