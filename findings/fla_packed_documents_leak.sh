@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# flash-linear-attention 0.6.0: its models take cu_seqlens, the bounds of documents packed into one
-# row ("used for variable-length training, consistent with the FlashAttention API"). Those of
+# flash-linear-attention 0.6.0: its models take cu_seqlens, the bounds of documents packed into
+# one row ("used for variable-length training, consistent with the FlashAttention API"). Those of
 # linear attention, Mamba and Mamba 2 take it without a word and ignore it: LinearAttentionModel
-# does not hand it to its layers, which would heed it, and Mamba's layers do not read it. So every
-# document sees the ones before it, and loss and perplexity of packed rows are not those of the
-# documents. No error, no warning; GLA, RetNet, GSA and HGRN2 give a document's own logits.
+# does not hand it to its layers, which would heed it, and Mamba's layers do not read it. So
+# every document sees the ones before it, and loss and perplexity of packed rows are not those of
+# the documents. No error, no warning; GLA, RetNet, GSA and HGRN2 give a document's own logits.
+# (The authors know it: their tests skip variable lengths for these and other models. Neither
+# documentation nor code says it.)
 # (Shown on a CPU in Triton's interpreter, of each kernel with the first of its configurations.)
 set -euo pipefail
 folder=$(mktemp -d)
