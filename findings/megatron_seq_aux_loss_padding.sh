@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# megatron-core 0.16.1: the load balancing type "seq_aux_loss" is, by its docstring, the average of
-# the sequences' own losses. With a padding_mask, which is to leave padding out, it divides each
-# sequence's sums by the square of the mean number of tokens of all, where the sequence's own number
-# belongs (DeepSeek-V3, 2412.19437). So a sequence of 8 tokens beside one of 56 has 1/16 of its loss
-# and gradient, and the other 3.1 times as much. Sequences of one length are right, padded or not.
-# No error, no warning.
+# megatron-core 0.16.1 (0.19.2, which needs Python 3.12, has the same code): the load balancing type
+# "seq_aux_loss" is, by its docstring, the average of the sequences' own losses. With a
+# padding_mask, which is to leave padding out, it divides each sequence's sums by the square of the
+# mean number of tokens of all, where the sequence's own number belongs (DeepSeek-V3, 2412.19437).
+# So a sequence of 8 tokens beside one of 56 has 1/16 of its loss and gradient, and the other 3.1
+# times as much. Sequences of one length are right, padded or not. No error, no warning.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
