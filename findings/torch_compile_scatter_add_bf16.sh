@@ -4,8 +4,8 @@
 # ones stop at 256 in bf16 and at 2048 in fp16. In eager they do not. So a balancing loss that
 # counts its experts' tokens with it takes experts of 256 and of 6000 tokens for equally busy, and
 # a row that gather reads often, as of an embedding table, trains too little. scatter_reduce("sum")
-# is alike, and in fp16 index_add and index_select's gradient. No error, no warning; in fp32 compiled
-# and eager agree. (It needs a C++ compiler.)
+# is alike, and in fp16 index_add and the gradient of index_select. No error, no warning; in fp32
+# compiled and eager agree. (It needs a C++ compiler.)
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -2,9 +2,9 @@
 # torchtitan 0.3.0: an interleaved loader with stopping_strategy="all_exhausted" goes on "until
 # every source has been exhausted at least once". Its state_dict has the random numbers and the
 # places in all sources, but not which sources have been exhausted. So a run that is resumed after
-# the first was waits for that one again: of two sources of 100 sequences it takes 200 and 203, where
-# a run without a stop takes 108 and 100. No error, no warning; resumed before any source has been
-# exhausted it is as without a stop.
+# the first was waits for that one again: of two sources of 100 sequences it takes 200 and 203,
+# where a run without a stop takes 108 and 100. No error, no warning; resumed before any source has
+# been exhausted it is as without a stop.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

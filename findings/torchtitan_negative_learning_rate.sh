@@ -4,7 +4,7 @@
 # where training goes on after total_steps: the linear and the square root decay go on through the
 # minimum to negative rates, in time larger than the peak, so that the optimizer climbs and undoes
 # the training; cosine comes back to the peak. No error, no warning; until total_steps all
-# are right. transformers' linear and minimal cosine schedules stay at their ends, or at 0.
+# are right.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
