@@ -108,10 +108,10 @@ def test_a_timeout_names_the_late_ranks_and_where_they_are(backend):
     for timeout_s in (0.5, 8.0, 64.0):  # on a busy machine rank 0 may need more, too
         with pytest.raises(TimeoutError, match=f"did not finish within {timeout_s:g} s") as caught:
             run_ranks(oversleep, 2, backend=backend, timeout_s=timeout_s)
-        if "ranks 1 of 2" in str(caught.value):
+        if str(caught.value).startswith("rank 1 of 2"):
             break
     awake.set()
-    assert "ranks 1 of 2" in str(caught.value) and "oversleep" in str(caught.value)
+    assert str(caught.value).startswith("rank 1 of 2") and "oversleep" in str(caught.value)
 
 
 def test_a_thread_that_begins_late_leaves_no_default_group(monkeypatch):
@@ -133,6 +133,13 @@ def test_a_thread_that_begins_late_leaves_no_default_group(monkeypatch):
 @pytest.mark.parametrize(("of_rank_1", "said"), [
     (lambda x: dist.all_reduce(x, dist.ReduceOp.MAX),
      r"rank 0: allreduce SUM .*; rank 1: allreduce MAX"),
+    (lambda x: dist.barrier(), r"rank 0: allreduce SUM .*; rank 1: barrier; rank 2: allreduce"),
+    (lambda x: dist.all_to_all_single(x[:3], x[:3]), "rank 1: alltoall float32"),
+    (lambda x: dist.scatter(x, src=0), r"rank 1: scatter from 0 float32\[4\]"),
+    (lambda x: dist.gather(x, dst=0), r"rank 1: gather to 0 float32\[4\]"),
+    (lambda x: dist.send(x, 0), 'threads have no send: pass backend="gloo"'),
+    (lambda x: dist.recv(x), 'threads have no recv: pass backend="gloo"'),
+    (lambda x: dist.reduce(x, 0), 'threads have no reduce: pass backend="gloo"'),
     (lambda x: None, r"waits in allreduce .* but rank 1 has returned"),
 ])  # fmt: skip
 def test_threads_name_a_rank_that_does_something_else(of_rank_1, said):
@@ -152,6 +159,27 @@ def test_threads_list_each_ranks_collectives():
         return group.calls
 
     assert run_ranks(rank, 2) == [["allreduce MAX float32[4]", "allgather bfloat16[2]"]] * 2
+
+
+def test_threads_compare_and_list_the_rarer_collectives():
+    def rank(group):
+        here = group.rank()
+        both, one = torch.zeros(2), torch.zeros(1)
+        values = [torch.tensor([float(10 * here + i)]) for i in range(2)]
+        dist.scatter(one, values if here == 0 else None, src=0)
+        to = [torch.zeros(1), torch.zeros(1)] if here == 1 else None
+        dist.gather(one, to, dst=1)
+        dist.all_to_all_single(both, torch.cat(values))
+        uneven = torch.zeros(2 * (here + 1))  # rank r gets r + 1 from each
+        dist.all_to_all_single(uneven, torch.ones(3), [here + 1] * 2, [1, 2])
+        dist.all_to_all(list(values), values)
+        dist.barrier()
+        return one.item(), both.tolist(), uneven.tolist(), group.calls
+
+    calls = ["scatter from 0 float32[1]", "gather to 1 float32[1]", "alltoall float32[2]"]
+    calls += ["alltoall float32[3]", "alltoall float32[2]", "barrier"]
+    results = [(0.0, [0.0, 10.0], [1.0] * 2, calls), (1.0, [1.0, 11.0], [1.0] * 4, calls)]
+    assert run_ranks(rank, 2) == results
 
 
 def test_a_pool_keeps_its_workers_until_one_fails():

@@ -269,6 +269,12 @@ def test_wrong_values_are_found_before_ranks_meet(args, message, monkeypatch):
         verify.main(args)
 
 
+def test_kernels_that_this_device_does_not_run_are_refused(monkeypatch):
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    with pytest.raises(ConfigError, match=r"^impl='triton' needs a CUDA device.*impl='eager'"):
+        run("--impl", "triton")
+
+
 def record(error: float, budget: float = 1.0, failure: str | None = None) -> Record:
     (case, *_) = cases(variants()[0], ("cached",), 1, None)
     return Record("fp32", Shape(1, 2, 3), case, {"loss": ErrorBudget(error, budget)}, failure)

@@ -206,7 +206,8 @@ def unfinished(world_size: int, where: dict[int, str], timeout_s: float) -> str:
     """Return the message of a timeout; ``where`` has the stack of each rank still running."""
     ranks = ", ".join(str(rank) for rank in where)
     stacks = "".join(f"\nrank {rank} is at\n{stack}" for rank, stack in where.items())
-    return f"ranks {ranks} of {world_size} did not finish within {timeout_s:g} s{stacks}"
+    kind = "rank" if len(where) == 1 else "ranks"
+    return f"{kind} {ranks} of {world_size} did not finish within {timeout_s:g} s{stacks}"
 
 
 def _start_rank(rank: int, world_size: int, folder: Path, timeout_s: float, closure: Any) -> None:

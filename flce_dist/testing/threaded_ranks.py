@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ _BACKEND = "flce_threads"
 _ALLREDUCE = dist.AllreduceOptions()
 _BROADCAST = dist.BroadcastOptions()
 _REDUCE_SCATTER = dist.ReduceScatterOptions()
+_GATHER = dist.GatherOptions()
+_SCATTER = dist.ScatterOptions()
 _Group: Any = threaded_group()
 _one_world = threading.Lock()  # the threads' world replaces torch's, which is global
 _this_rank = threading.local()  # .meeting: the one of this thread's world
@@ -98,12 +100,59 @@ class ThreadedGroup(_Group):
         self._agree(f"broadcast from {opts.rootRank}", tensor_list)
         return super().broadcast(tensor_list, opts)
 
-    def _agree(self, kind: str, tensors: list[Tensor]) -> None:
-        dtype = str(tensors[0].dtype).removeprefix("torch.")
-        call = f"{kind} {dtype}[{sum(x.numel() for x in tensors)}]"
-        self.calls.append(call)
+    def allreduce_coalesced(self, tensor_list: list[Tensor], opts: Any = _ALLREDUCE) -> Any:
+        self._agree(f"allreduce_coalesced {_op(opts)}", tensor_list)
+        return super().allreduce_coalesced(tensor_list, opts)
+
+    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = _GATHER) -> Any:
+        self._agree(f"gather to {opts.rootRank}", input_tensors)
+        return super().gather(output_tensors, input_tensors, opts)
+
+    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = _SCATTER) -> Any:
+        self._agree(f"scatter from {opts.rootRank}", output_tensors)
+        return super().scatter(output_tensors, input_tensors, opts)
+
+    def alltoall(self, output_tensors: Any, input_tensors: list[Tensor], *opts: Any) -> Any:
+        self._agree("alltoall", input_tensors, of_one_size=False)
+        return super().alltoall(output_tensors, input_tensors, *opts)
+
+    def all_to_all_single(self, output: Tensor, input: Tensor, *opts: Any) -> Any:
+        self._agree("alltoall", [input], of_one_size=False)
+        return super().all_to_all_single(output, input, *opts)
+
+    def alltoall_base(self, output: Tensor, input: Tensor, *opts: Any) -> Any:  # in older torch
+        self._agree("alltoall", [input], of_one_size=False)
+        return super().alltoall_base(output, input, *opts)
+
+    def barrier(self, opts: Any = None) -> Any:
+        self._agree("barrier", [])
+        return super().allreduce([torch.ones(1)])  # as torch's
+
+    def send(self, *args: Any) -> NoReturn:
+        _refuse("send")
+
+    def recv(self, *args: Any) -> NoReturn:
+        _refuse("recv")
+
+    def recv_anysource(self, *args: Any) -> NoReturn:
+        _refuse("recv")
+
+    def reduce(self, *args: Any) -> NoReturn:
+        _refuse("reduce")
+
+    def _agree(self, kind: str, tensors: list[Tensor], *, of_one_size: bool = True) -> None:
+        """List a collective, and compare it with the other ranks' of the same turn."""
+        dtypes = sorted({str(x.dtype).removeprefix("torch.") for x in tensors})
+        call = " ".join([kind, *dtypes])
+        size = f"[{sum(x.numel() for x in tensors)}]" if tensors else ""
+        self.calls.append(call + size)
         members = dist.get_process_group_ranks(self)
-        _this_rank.meeting.agree(self.pg_name, members, members[self.rank()], call)
+        compared = call + size if of_one_size else call
+        _this_rank.meeting.agree(self.pg_name, members, members[self.rank()], compared)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise NotImplementedError(f'ranks that are threads have no {name}: pass backend="gloo"')
 
 
 def run_ranks(

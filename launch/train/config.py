@@ -209,7 +209,7 @@ def check_config(config: RunConfig, *, world_size: int) -> None:
         require(
             head.is_ours or name == "kind" or value == getattr(HeadConfig, name),
             f"head.{name} is an option of head.kind={HeadConfig.kind}, got {value} with "
-            f"head.kind={head.kind}",
+            f"head.kind={head.kind}, where it must be its default, {getattr(HeadConfig, name)}",
         )
 
 

@@ -28,6 +28,7 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress
 
+from flce_dist import plan
 from flce_dist.arguments.options import Impl, ScheduleName
 from flce_dist.launch.about import about
 from flce_dist.launch.process_group import (
@@ -51,7 +52,7 @@ from flce_dist.launch.verify.report import (
     worst_of_ranks,
 )
 from flce_dist.launch.write import check_writable, write_json
-from flce_dist.launch.yaml_config import check_ranges, check_values, require
+from flce_dist.launch.yaml_config import ConfigError, check_ranges, check_values, require
 
 Size = Annotated[int, SIZE]
 Tokens = Annotated[int, cases.TOKENS]
@@ -97,6 +98,7 @@ def main(args: Sequence[str] | None = None) -> int:
         check_writable(settings.output)
     started = time.monotonic()
     device, tp_group = start(device_type)
+    _check_impl(settings.impl, device)
     rank, P = rank_and_size(tp_group)
     console = Console(quiet=rank != 0, width=None if sys.stdout.isatty() else 170)
     plain: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
@@ -115,6 +117,15 @@ def main(args: Sequence[str] | None = None) -> int:
         rows = [record.as_json() for record in records]
         write_json(settings.output, {**facts, "passed": has_passed, "records": rows})
     return 0 if has_passed else 1
+
+
+def _check_impl(impl: Impl | None, device: torch.device) -> None:
+    """Raise ``ConfigError`` for an implementation that this device does not have."""
+    one = torch.zeros(1, 1, device=device)
+    try:
+        plan(one, one, torch.zeros(1, dtype=torch.int64, device=device), impl=impl)
+    except NotImplementedError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _tables(
