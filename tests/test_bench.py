@@ -318,6 +318,7 @@ def test_an_ended_benchmark_goes_on_after_the_last_whole_shape(tmp_path, monkeyp
     monkeypatch.setattr(bench, "_bench_shape", ends_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, EAGER, *shapes)
+    assert "without --fresh the same command goes on" in capsys.readouterr().out
     first = records(tmp_path)
     assert {record.counted for record in first} == {1.0}
 

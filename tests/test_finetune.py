@@ -109,6 +109,14 @@ def test_a_run_is_compared_with_the_one_that_adapts_the_same_layers():
     assert [x["status"] for x in found] == ["ok", "ok", "ok", "wrong"]
 
 
+def test_several_ranks_are_refused(tmp_path, monkeypatch):
+    """Each would write the same file."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(RunError, match="got 2 ranks: start it without torchrun"):
+        finetune.main(["--out", str(tmp_path / "x"), "--device", "cpu"])
+
+
 def test_a_missing_library_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(finetune.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(

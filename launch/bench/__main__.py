@@ -73,6 +73,9 @@ def main(args: list[str] | None = None) -> int:
     console = Console(quiet=rank != 0, width=None if sys.stdout.isatty() else 170)
     try:
         records = _bench(config, head, device, tp_group, console)
+    except KeyboardInterrupt:
+        console.print("interrupted: without --fresh the same command goes on")
+        raise
     finally:
         megatron_peer.stop()
         if tp_group is None and dist.is_initialized():  # the peer made one for itself

@@ -7,7 +7,7 @@ forward, backward and AdamW. All runs are in one process and take turns, so that
 busy host affects all alike. Result: out.json, {"about": {...}, "records": [...]}.
 """
 
-from flce_dist.launch.program import RunError, run_program  # isort: skip  # before other packages
+from flce_dist.launch.program import RunError, launcher_number, run_program  # isort: skip  # first
 
 import dataclasses
 import importlib.util
@@ -53,6 +53,11 @@ class Measured:
 def main(args: list[str] | None = None) -> int:
     """Return 0 if the losses with the plug-in are those without it, else 1."""
     config = load_config(sys.argv[1:] if args is None else args)
+    P = launcher_number("WORLD_SIZE", alone=1)
+    if P > 1:
+        raise RunError(
+            f"a fine-tuning step is one process's, got {P} ranks: start it without torchrun"
+        )
     missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
         raise RunError(f"a fine-tuning step needs {missing[0]}: pip install {' '.join(missing)}")
