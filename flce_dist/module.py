@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from flce_dist.api import LossWithMetrics, linear_cross_entropy, linear_cross_entropy_with_metrics
 from flce_dist.arguments import values
 from flce_dist.arguments.check_options import check_invariant
-from flce_dist.arguments.check_tensors import check_group, check_hidden_of_logits
+from flce_dist.arguments.check_tensors import check_bias, check_group, check_hidden_of_logits
 from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.dtensor import local_hidden
 from flce_dist.arguments.options import KEYWORDS, LayerOptions, LossOptions, keywords_of
@@ -158,8 +158,10 @@ class LinearCrossEntropy(VocabShard):
         group = self.tp_group
         with refusals_told(_LOGITS, group, hidden):
             hidden, options = local_hidden(hidden, self.options, group)
-            self._check_rows()
-            check_hidden_of_logits(hidden, self.weight, options)
+            weight = self._own_weight()
+            bias = self.bias
+            check_hidden_of_logits(hidden, weight, options)
+            check_bias(bias, weight, hidden)
             values.flag("gather", gather)
         facts = {"hidden.shape": list(hidden.shape), "dtype": str(hidden.dtype), "gather": gather}
         if check_facts(_LOGITS, facts, group, hidden):
@@ -167,7 +169,7 @@ class LinearCrossEntropy(VocabShard):
         if self.sequence_parallel:
             dim = options.sequence_dim
             hidden = collectives.gather_tokens(hidden.transpose(0, dim), group).transpose(0, dim)
-        z = self.options.logits_of(F.linear(hidden, self.weight), self.bias)
+        z = self.options.logits_of(F.linear(hidden, weight), bias)
         if not gather:
             return z
         # Only the last shards are shorter than the first, so padding them keeps ids in order.
@@ -187,24 +189,28 @@ class LinearCrossEntropy(VocabShard):
         changed = {k: x for k, x in options.items() if x != getattr(LossOptions, k)}
         return ", ".join(parts + [f"{name}={x!r}" for name, x in changed.items()])
 
-    def _check_rows(self) -> None:
-        """Check that weight still has this rank's rows: others may be in its place."""
+    def _own_weight(self) -> Tensor:
+        """Return weight if it still has this rank's rows: another may be in its place.
+
+        Once in each call: with ``torch.nn.utils.parametrize`` each use of it makes a new one.
+        """
         start, end = self.vocab_range
-        shape = self.weight.shape
-        if shape[:1] != (end - start,):
+        weight = self.weight
+        if weight.shape[:-1] != (end - start,):
             raise ValueError(
                 f"weight must be [V, H] with V = {end - start} rows of this rank, got "
-                f"{tuple(shape)}: make a LinearCrossEntropy of another vocab_size"
+                f"{tuple(weight.shape)}: make a LinearCrossEntropy of another vocab_size"
             )
+        return weight
 
     def _arguments(
         self, function: str, hidden: Tensor, labels: Tensor, token_weight: Tensor | None
     ) -> dict[str, Any]:
         with refusals_told(function, self.tp_group, hidden):
-            self._check_rows()
+            weight = self._own_weight()
         options = {name: getattr(self.options, name) for name in KEYWORDS}
         return dict(
-            weight=self.weight,
+            weight=weight,
             labels=labels,
             bias=self.bias,
             token_weight=token_weight,

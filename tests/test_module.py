@@ -202,18 +202,54 @@ def test_what_logits_are_asked_of_is_checked(hidden, gather, message):
         make(None).logits(hidden, gather=gather)
 
 
-@pytest.mark.parametrize("rows", [VOCAB - 3, VOCAB + 5])
-def test_a_weight_of_other_rows_is_refused(rows):
+@pytest.mark.parametrize("shape", [(VOCAB - 3, H), (VOCAB + 5, H), (VOCAB,)], ids=str)
+def test_a_weight_of_other_rows_is_refused(shape):
     layer = make(None)
-    layer.weight = torch.nn.Parameter(torch.zeros(rows, H))
+    layer.weight = torch.nn.Parameter(torch.zeros(shape))
     hidden = torch.zeros(2, H)
     labels = torch.zeros(2, dtype=torch.long)
     texts = {complaint(layer.logits, hidden), complaint(layer, hidden, labels)}
     texts.add(complaint(layer.forward_with_metrics, hidden, labels))
     assert texts == {
         f"weight must be [V, H] with V = {layer.padded_vocab_size} rows of this rank, got "
-        f"({rows}, {H}): make a LinearCrossEntropy of another vocab_size"
+        f"{shape}: make a LinearCrossEntropy of another vocab_size"
     }
+
+
+@pytest.mark.parametrize("rows", [1, VOCAB - 3])
+def test_a_bias_of_other_rows_is_refused(rows):
+    """That of one row would be added to all columns of the logits."""
+    layer = make(None, bias=True)
+    layer.bias = torch.nn.Parameter(torch.zeros(rows))
+    hidden = torch.zeros(2, H)
+    labels = torch.zeros(2, dtype=torch.long)
+    texts = {complaint(layer.logits, hidden), complaint(layer, hidden, labels)}
+    expected = f"bias must be [V] with V = {layer.padded_vocab_size} from weight, got ({rows},)"
+    assert texts == {expected}
+
+
+def test_a_parametrized_weight_is_made_once_in_each_call():
+    """Spectral norm would make a step of its power iteration each time."""
+    made = []
+
+    class Twice(torch.nn.Module):
+        def forward(self, weight):
+            made.append(weight)
+            return 2 * weight
+
+    layer = make(None)
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", Twice())
+    hidden = torch.zeros(2, H)
+    labels = torch.zeros(2, dtype=torch.long)
+    calls = (
+        lambda: layer(hidden, labels),
+        lambda: layer.forward_with_metrics(hidden, labels),
+        lambda: layer.logits(hidden),
+    )
+    for call in calls:
+        made.clear()
+        call()
+        assert len(made) == 1
 
 
 @pytest.mark.parametrize(("shape", "dim", "expected"), [
