@@ -5,8 +5,8 @@
 
 All arguments but ``--out`` are those of flce_dist.launch.train. Runs are kept in ``out``/, where a
 run that had ended is not repeated, and one that had not goes on; those of another commit are
-refused. Result: out.json,
-{"about": {...}, "records": [...]}; of the steps after the first 20 the median counts.
+refused. Result: out.json, {"about": {...}, "records": [...]}; of the steps after the first 20 the
+median counts.
 """
 
 from flce_dist.launch.program import RunError, run_program  # isort: skip  # before other packages
