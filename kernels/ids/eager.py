@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flce_dist.kernels import gemm
 from flce_dist.kernels.ids.token_ids import IdEntries, TokenIds, are_first
-from flce_dist.kernels.rows.formulas import FAR, TokenStats, finite, softcap_grad
+from flce_dist.kernels.rows.formulas import FAR, TokenStats, finite, softcap_slope
 from flce_dist.torch_private.devices import assert_soon
 
 
@@ -87,7 +87,7 @@ def set_gradient(
         total = of_entries(sums)
         dz += (g - p * total).where(p <= 0.5, g - total - logprob.expm1() * total)
     inverse = None if inverse_temperature is None else of_entries(inverse_temperature)
-    dz *= softcap_grad(z, softcap, inverse) * logit_scale
+    dz *= softcap_slope(z, softcap, inverse) * logit_scale
     return (dz if inverse is None else dz * inverse).where(first, 0.0), sums
 
 

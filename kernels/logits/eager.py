@@ -8,7 +8,7 @@ from torch import Tensor
 from flce_dist.kernels import gemm
 from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.logits.target import NamedIds
-from flce_dist.kernels.rows.formulas import FAR, softcap_grad
+from flce_dist.kernels.rows.formulas import FAR, softcap_slope
 from flce_dist.torch_private.devices import assert_soon
 
 SCRATCH_BYTES = 8 << 20  # of one [T, W] temporary; a handful live at once
@@ -81,7 +81,7 @@ def logits_at(logits: ShardLogits, token: Tensor | slice, column: Tensor) -> Ten
 
 def slope_of(z: Tensor, logits: ShardLogits) -> Tensor | float:
     inverse = logits.inverse_temperature
-    return softcap_grad(z, logits.softcap, None if inverse is None else inverse[:, None])
+    return softcap_slope(z, logits.softcap, None if inverse is None else inverse[:, None])
 
 
 def write_label_value(

@@ -222,7 +222,7 @@ def label_value(
         excess = 2 * terms.z_loss_weight * stats.lse + terms.label_smoothing
         w = _z_loss_factor(stats.lse, terms.z_loss_weight)
         value = value + excess * (stats.log_total + change).exp() / w
-    return value * softcap_grad(stats.label_logit, terms.softcap, inverse_temperature)
+    return value * softcap_slope(stats.label_logit, terms.softcap, inverse_temperature)
 
 
 def token_dloss(
@@ -303,7 +303,7 @@ def row_gradient_with_metrics(
     rows = RowGradient(
         scale=tempered_scale,
         reference=stats.reference,
-        label_value=value * softcap_grad(stats.label_logit, terms.softcap, inverse_temperature),
+        label_value=value * softcap_slope(stats.label_logit, terms.softcap, inverse_temperature),
         affine=affine,
         uniform=tempered_scale * uniform if terms.label_smoothing and in_d is not uniform else None,
     )
@@ -318,7 +318,7 @@ def _z_loss_factor(lse: Tensor, z_loss_weight: float) -> Tensor:
     return torch.where(w.abs() < 1e-6, 1e-6, w)
 
 
-def softcap_grad(
+def softcap_slope(
     z: Tensor, softcap: float | None, inverse_temperature: Tensor | None
 ) -> Tensor | float:
     """Derivative of the softcap, from its value over the temperature, ``z``."""
