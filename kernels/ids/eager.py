@@ -40,21 +40,22 @@ def set_scores(
     named, weighted = torch.zeros(2, T, dtype=z.dtype, device=z.device)
     named.index_add_(0, token, e.where(n != top[token], 0.0))
     weighted.index_add_(0, token, (e * x).where(e != 0, 0.0))
-    total = torch.zeros_like(named)  # of unnamed ids
+    sum_unnamed = torch.zeros_like(named)
     if unnamed is not None:
         change = of_unnamed - reference
-        total = unnamed.others * change.exp()
-        log_total = unnamed.others.log() + change
+        sum_unnamed = unnamed.others * change.exp()
+        log_unnamed = unnamed.others.log() + change
         if unnamed.sum_ez is not None:
-            weighted += change.exp() * unnamed.sum_ez + total * change
-    others = named + total
+            weighted += change.exp() * unnamed.sum_ez + sum_unnamed * change
+    others = named + sum_unnamed
     below = (others + (e_top - 1)).log1p()
     is_counted = torch.zeros_like(largest).index_add_(0, token, first.to(z.dtype)) > 0
     logprob = (x - below[token]).where(ids.ids >= 0, 0.0)
     other = entropy = None
     if unnamed is not None:
-        near_0 = -((named + e_top) / total).log1p()
-        other = near_0.where(total > named + e_top, log_total - below).where(is_counted, 0.0)
+        near_0 = -((named + e_top) / sum_unnamed).log1p()
+        other = near_0.where(sum_unnamed > named + e_top, log_unnamed - below)
+        other = other.where(is_counted, 0.0)
     if with_entropy:
         entropy = (below - weighted / (e_top + others)).where(is_counted, 0.0)
     lse = (reference + below).where(is_counted, 0.0)

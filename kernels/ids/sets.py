@@ -6,8 +6,8 @@ With r the largest logit of the set, and S the sum of ``exp(z_n - r)`` over the 
 entry, ``logprob_n = z_n - r - log1p(S)``: no cancellation where one id has nearly all.
 
 Over the vocabulary S contains U, the sum over the ids that are not named, and ``other`` is the log
-of ``U / (1 + S)``. r is the reference of U if that is larger (``rescue.py``). If all ids are banned
-r is 0 and the top entry's exponential is 0, not 1: then lse is -inf, all else NaN.
+of ``U / (1 + S)``. r is the reference of U, as ``rescue.py`` leaves it, if that is larger. If all
+ids are banned r is 0 and the top entry's exponential is 0, not 1: then lse is -inf, all else NaN.
 """
 
 import torch
@@ -40,7 +40,7 @@ def _logits(z_ptr, ids_ptr, n, begin, end, id):
 
 @triton.jit
 def _statistics(z_ptr, ids_ptr, begin, end, BLOCK_N: tl.constexpr):
-    """Return r, S, and the sum of ``exp(z_n - r) (z_n - r)``; NaN logits make all NaN."""
+    """Return r, S of the set alone, and S with each term times ``z_n - r``; NaN makes all NaN."""
     reference = -float("inf")
     top = end
     for start in range(begin, end, BLOCK_N):
@@ -66,7 +66,10 @@ def _statistics(z_ptr, ids_ptr, begin, end, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _with_unnamed(reference_ptr, others_ptr, weighted_ptr, t, top_logit, others, weighted):
-    """Return r, S, the top entry's exponential, the sum of ``exp(x) x``, U and log U."""
+    """Return r, S, the top entry's exponential, the sum of ``exp(x) x``, U and log U.
+
+    ``others`` and ``weighted`` are S and that sum over the set alone, relative to ``top_logit``.
+    """
     if others_ptr is None:
         reference = finite(top_logit)
         return reference, others, exp(top_logit - reference), weighted, 0.0, 0.0
@@ -99,9 +102,9 @@ def _set_scores_kernel(
     t = tl.program_id(0).to(tl.int64)
     begin = tl.load(offsets_ptr + t)
     end = tl.load(offsets_ptr + t + 1)
-    top_logit, in_set, weighted = _statistics(z_ptr, ids_ptr, begin, end, BLOCK_N)
+    top_logit, named_others, weighted = _statistics(z_ptr, ids_ptr, begin, end, BLOCK_N)
     reference, others, e_top, weighted, unnamed, log_unnamed = _with_unnamed(
-        reference_ptr, others_ptr, weighted_ptr, t, top_logit, in_set, weighted
+        reference_ptr, others_ptr, weighted_ptr, t, top_logit, named_others, weighted
     )
     below = log1p(others + (e_top - 1))
     # Padding comes first.
@@ -111,7 +114,7 @@ def _set_scores_kernel(
         entropy = below - weighted / (e_top + others)
         tl.store(entropy_ptr + t, tl.where(is_counted, entropy, 0.0))
     if other_ptr is not None:
-        named = e_top * (1 + in_set)
+        named = e_top * (1 + named_others)
         other = tl.where(unnamed > named, -log1p(named / unnamed), log_unnamed - below)
         tl.store(other_ptr + t, tl.where(is_counted, other, 0.0))
     for start in range(begin, end, BLOCK_N):

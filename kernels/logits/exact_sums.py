@@ -44,11 +44,11 @@ def group_sums(x, GROUP_V: tl.constexpr):
 
 
 @triton.jit
-def top_bin(others_max, label_logit):
-    """The bin, int32, of the largest exponential relative to the label's logit."""
+def top_bin(others_max, reference):
+    """The bin, int32, of the largest exponential relative to the token's reference."""
     # Comparisons with NaN are false. fp32 holds no exponential below exp(-104); rows above exp(50)
     # are rescued, and then relative to their maximum.
-    nats = others_max - label_logit
+    nats = others_max - reference
     nats = tl.where(nats > -120.0, nats, -120.0)
     nats = tl.where(nats < 120.0, nats, 120.0)
     return tl.floor(nats * _BINS_PER_NAT).to(tl.int32)

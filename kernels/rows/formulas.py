@@ -248,11 +248,11 @@ def row_gradient(
     dloss = token_dloss(stats.others, labels, token_weight, norm, dloss, terms) * terms.logit_scale
     dloss = dloss if inverse_temperature is None else dloss * inverse_temperature
     reference = stats.lse if from_lse else stats.reference
-    change = reference - stats.reference
+    raised = reference - stats.reference
     w = _z_loss_factor(stats.lse, terms.z_loss_weight)
     smoothing = terms.label_smoothing
     return RowGradient(
-        scale=dloss * w * (change - stats.log_total).exp(),
+        scale=dloss * w * (raised - stats.log_total).exp(),
         reference=reference,
         label_value=label_value(stats, reference, terms, inverse_temperature),
         affine=(),
@@ -298,14 +298,14 @@ def row_gradient_with_metrics(
     )
     of_p = dloss * w + dlse - dlogprob
     affine: tuple[Tensor, ...] = ((of_p - dentropy * centre) * p_scale,)
-    if dmetrics[2] is not None or in_d is uniform:
+    if dmetrics[2] is not None or smooths_in_d:
         affine = (*affine, -dentropy * p_scale, in_d)
     rows = RowGradient(
         scale=tempered_scale,
         reference=stats.reference,
         label_value=value * softcap_slope(stats.label_logit, terms.softcap, inverse_temperature),
         affine=affine,
-        uniform=tempered_scale * uniform if terms.label_smoothing and in_d is not uniform else None,
+        uniform=tempered_scale * uniform if terms.label_smoothing and not smooths_in_d else None,
     )
     if not balances:
         return rows

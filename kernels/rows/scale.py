@@ -25,8 +25,8 @@ def _scale_kernel(
     if IN_PLACE:
         blocks = tl.where(factor == 1.0, 0, blocks)  # nothing to do; the host cannot know
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        first = tl.zeros((BLOCK,), tl.int64) + block  # V * H passes 2**31 at 524k x 4k
-        offs = first * BLOCK + tl.arange(0, BLOCK)
+        number = tl.zeros((BLOCK,), tl.int64) + block  # V * H passes 2**31 at 524k x 4k
+        offs = number * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + offs, mask=offs < N, other=0.0).to(tl.float32)
         tl.store(out_ptr + offs, cast(x * factor, out_ptr.dtype.element_ty), mask=offs < N)
 
