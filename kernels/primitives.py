@@ -3,14 +3,13 @@
 import triton
 import triton.language as tl
 
-from flce_dist.kernels.rows.formulas import FAR as _FAR_BELOW
-from flce_dist.kernels.rows.formulas import LOWEST, RESCUE_ABOVE
+from flce_dist.kernels.rows import formulas
 
 # The interpreter multiplies the raw bits of bf16 operands and truncates bf16 stores, silently.
 INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
-_LOWEST = tl.constexpr(LOWEST)
-_RESCUE_ABOVE = tl.constexpr(RESCUE_ABOVE)
-FAR = tl.constexpr(_FAR_BELOW)
+_LOWEST = tl.constexpr(formulas.LOWEST)
+_RESCUE_ABOVE = tl.constexpr(formulas.RESCUE_ABOVE)
+FAR = tl.constexpr(formulas.FAR)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
