@@ -203,5 +203,5 @@ def scale_rows(
             rows = rows.to(scale.dtype) * scale[t, None]
         if plus is not None:
             u, row = plus
-            rows = torch.addcmul(rows, u[t, None], row.expand_as(x)[t].to(rows.dtype))
+            rows = torch.addcmul(rows.to(u.dtype), u[t, None], row.expand_as(x)[t].to(u.dtype))
         out[t] = rows.where((labels[t] != ignore_index)[:, None], 0.0)
