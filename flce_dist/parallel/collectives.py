@@ -23,7 +23,9 @@ def group_rank(tp_group: dist.ProcessGroup | None) -> int:
 
 
 def message_device(x: Tensor, tp_group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device of messages between hosts: the CPU if it can, else x's or the current."""
+    """Return the device of messages from host to host: the CPU if the group has a backend for it,
+    else that of x if x is on a GPU, else the current GPU.
+    """
     if tp_group is None or "cpu:" in dist.get_backend_config(tp_group):
         return torch.device("cpu")
     if x.is_cuda:
@@ -32,7 +34,10 @@ def message_device(x: Tensor, tp_group: dist.ProcessGroup | None) -> torch.devic
 
 
 def all_reduce_sum(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
-    """Sum ``x`` over ranks in place; every rank gets the same bits. 2 x bytes(x) on the wire."""
+    """Sum ``x`` over ranks in place; every rank gets the same bits.
+
+    As a ring each rank sends ``2 (P - 1) / P`` times the bytes of x.
+    """
     return _all_reduce(x, dist.ReduceOp.SUM, tp_group)
 
 
@@ -44,7 +49,7 @@ def begin_all_reduce_sum(x: Tensor, tp_group: dist.ProcessGroup | None) -> dist.
 
 
 def all_reduce_max(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
-    """Take the maximum of ``x`` over ranks in place. 2 x bytes(x) on the wire."""
+    """Take the maximum of ``x`` over ranks in place; as many bytes as a sum."""
     return _all_reduce(x, dist.ReduceOp.MAX, tp_group)
 
 
@@ -67,7 +72,7 @@ def gather_tokens(x: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
 class TokenGather:
     """Gathers [T / P, H] of every rank into ``tokens`` [T, H]; this class of one process."""
 
-    owns_tokens = False
+    owns_tokens = False  # whether ``tokens`` is a buffer of its own, not the caller's tensor
 
     def __init__(self, tokens: Tensor):
         self.tokens = tokens
@@ -120,7 +125,7 @@ class TokenSum:
         """Start to sum the tokens, which this rank has written."""
 
     def wait(self) -> Tensor:
-        """Make the current stream wait for the sum, and return it: [T, H], or this [T / P, H]."""
+        """Make the current stream wait for the sum, and return it: [T, H], or [T / P, H]."""
         if self._work is not None:
             self._work.wait()
         return self._sum

@@ -1,6 +1,6 @@
-"""With max_counted some tokens are computed alone, with skip_ignored first: those at ``places``.
+"""Tokens at ``places``: with max_counted all that are computed, with skip_ignored those put first.
 
-``places`` [T] int64 are those of T tokens among T_all, each once. P ranks, H hidden size.
+``places`` [T] int64 are those of T tokens among T_all, none twice. P ranks, H hidden size.
 """
 
 from collections.abc import Callable

@@ -104,7 +104,7 @@ class PeerMemory:
         self._stream = driver.side_stream()
         self._turn = driver.event()
         self._blocks: list[Block] = []  # the last is in use, earlier ones belong to graphs
-        self._capture: int | None = None  # of the open use, 0 outside one; None if no use is open
+        self._capture: int | None = None  # the open use's, 0 if not captured; None if none is open
         self._writable = False
         self._joined = 0  # the last capture that the copy stream was part of
 
