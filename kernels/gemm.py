@@ -66,7 +66,11 @@ def product(
     d: Tensor, b: Tensor, count: Tensor | None = None, *,
     sums_tokens: bool, row: Tensor | None = None, out: Tensor, adds: bool,
 ) -> None:  # fmt: skip
-    """``counted_gemm`` over all rows: D is 0 in those that do not count, or there are none."""
+    """``counted_gemm`` over all rows; in those that do not count, if any, d is 0.
+
+    ``count`` is not read. Unlike there, a 16-bit ``out`` takes two roundings with ``row``: of the
+    row, or of the sum without it.
+    """
     a = d.T if sums_tokens else d
     if out.dtype != d.dtype or adds:
         add_matmul(out, a, b, first=not adds)

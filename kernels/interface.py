@@ -17,7 +17,7 @@ from flce_dist.kernels.rows.formulas import LabelWindow, LossTerms, RowGradient,
 
 
 class Kernels(Protocol):
-    """The passes over logits, [T, N] and [T] that schedules are made of, those of scores last."""
+    """What schedules are made of: passes over logits and over tokens; those of ids come last."""
 
     def logits_at_ids(
         self, logits: ShardLogits, ids: Tensor, token: Tensor | None, *, vocab_size: int

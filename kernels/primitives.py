@@ -85,7 +85,7 @@ def softcap_tanh(z, softcap):
 
 @triton.jit
 def softcap_slope(z, softcap, inverse_temperature):
-    """Derivative of the softcap, from the capped logit z over its temperature."""
+    """Derivative of the softcap, from z, the capped logit divided by the temperature."""
     capped = z / (softcap * inverse_temperature)
     return 1 - capped * capped
 
@@ -180,7 +180,7 @@ def log1p(x):
 @triton.jit
 def log1p_series(x):
     """``log1p`` for -0.5 <= x <= 1."""
-    # 2 atanh(s) with |s| = |x / (2 + x)| <= 1 / 3; the next term is below 2e-9 of the sum.
+    # 2 atanh(s) with |s| = |x / (2 + x)| <= 1 / 3; the next term is below 2e-10 of the sum.
     s = x / (2 + x)
     q = s * s
     series = 1 / 9 + q * (1 / 11 + q * (1 / 13 + q * (1 / 15 + q / 17)))

@@ -20,7 +20,7 @@ from flce_dist.kernels.rows.formulas import finite
 
 
 def _chunks(logits: ShardLogits) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of tokens and their logits [t, V]; those of ignored tokens are finite."""
+    """Yield slices of tokens and their logits [t, V], in ignored rows those of ``windows``."""
     step = max(1, SCRATCH_BYTES // (4 * max(1, logits.V)))
     for start in range(0, logits.T, step):
         tokens = slice(start, min(start + step, logits.T))
@@ -90,6 +90,7 @@ def merged_lse(largest: Tensor, sums: Tensor) -> Tensor:
 def merged_ids(
     pairs: Tensor, lse: Tensor, counted: Tensor, *, k: int, top_p: float | None
 ) -> tuple[Tensor, Tensor]:
+    """Here pairs are [P, T, 2 k], as ``_packed`` makes them, and logprob is fp64."""
     # Ranks are in the order of their ids, so that a stable sort leaves the smaller of equal ones.
     value, id = (x.transpose(0, 1).flatten(1) for x in pairs.split(k, dim=2))
     value = value.contiguous().view(torch.float64)

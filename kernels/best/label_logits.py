@@ -16,7 +16,7 @@ from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.logits.tile import label_columns
 from flce_dist.kernels.primitives import dot, softcap_tanh
 
-_BLOCK = 64  # tokens of a program: the least that tensor cores of all architectures take
+_BLOCK = 64  # tokens of a program: Hopper's tensor-core instruction takes no fewer
 
 
 @triton.jit(do_not_specialize=["T"], debug=True)  # for the assertion

@@ -5,7 +5,7 @@ T = tokens, N = groups of columns, num_v = tiles of columns.
 A group has its largest logit m and the sum s of ``exp(z - m)``, and its term is ``s * exp(m)``.
 Terms are added exactly (``exact_sums``), so that bits depend neither on the order nor on shards.
 Bins are those of ``exp(z)`` itself, without a reference: bin b begins at ``2 ** (38 b)``. Limbs are
-divided by that power for the top bin, so that they are numbers of fp64.
+divided by that power for the top bin, so that fp64 can hold them.
 """
 
 import torch

@@ -57,7 +57,7 @@ METRIC_ROWS = METRIC_SUMS + 4  # and of each model the largest logit and its id,
 
 
 class PairStats(NamedTuple):
-    """What is known of T tokens over the whole vocabulary, the same on every rank."""
+    """What is known of tokens over the whole vocabulary, the same on every rank; [T] each."""
 
     top: Tensor  # the student's largest logit
     log_total: Tensor  # log of the sum of exponentials relative to it

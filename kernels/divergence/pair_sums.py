@@ -18,7 +18,8 @@ from flce_dist.kernels.tuning import next_power_of_2
 
 _BLOCK = 2048  # columns of a token at a time
 _GROUP = 32  # columns whose sum is rounded to _UNIT where sums must not depend on shards
-_UNIT = tl.constexpr(2.0**-34)  # multiples of which add up exactly to 2^18 ids of probability 1
+# fp64 adds multiples of it exactly up to 2^19, which so many exponentials relative to top reach.
+_UNIT = tl.constexpr(2.0**-34)
 
 
 @triton.jit

@@ -119,7 +119,10 @@ def _tile_lists_kernel(
 
 
 def tile_lists(kept: Tensor, capacity: int) -> TileLists:
-    """List the tiles of ``kept`` [blocks, J] bool in rounds of ``capacity``, at least 2 blocks."""
+    """List the tiles of ``kept`` [blocks, J] bool in rounds of at most ``capacity`` tiles.
+
+    That is at least ``2 * blocks``, two columns of tiles.
+    """
     blocks, J = kept.shape
     N = blocks * J
     step = capacity - blocks if capacity < N else N + 1

@@ -46,7 +46,10 @@ def dlogits(
 
 
 def windows(logits: ShardLogits, unit: int = 1) -> Iterator[tuple[int, Tensor]]:
-    """Yield ``(start, z)``, z [T, W] to overwrite, finite in ignored rows; start in units."""
+    """Yield ``(start, z)``: logits z [T, W] of columns from ``start`` on, to overwrite.
+
+    Windows begin at multiples of ``unit``. An ignored row has the logits of a hidden state of 0.
+    """
     hidden = gemm.operand(logits.hidden)
     ignored = ~logits.counted[:, None]
     may_ignore = hidden.is_cuda or bool(ignored.any())  # a CPU may look
@@ -80,6 +83,7 @@ def logits_at(logits: ShardLogits, token: Tensor | slice, column: Tensor) -> Ten
 
 
 def slope_of(z: Tensor, logits: ShardLogits) -> Tensor | float:
+    """Return the softcap's derivative at logits z [T, W]; 1.0 without a softcap."""
     inverse = logits.inverse_temperature
     return softcap_slope(z, logits.softcap, None if inverse is None else inverse[:, None])
 
@@ -87,7 +91,10 @@ def slope_of(z: Tensor, logits: ShardLogits) -> Tensor | float:
 def write_label_value(
     out: Tensor, labels: Tensor, value: Tensor, vocab_start_index: int, ignore_index: int
 ) -> None:
-    """Gathers and scatters one column of every row: an index list would make the host wait."""
+    """Write ``value`` [T] to the labels' columns of ``out`` [T, W], where it has them.
+
+    Gathers and scatters one column of every row: an index list would make the host wait.
+    """
     if out.shape[1] == 0:
         return
     column = labels - vocab_start_index
@@ -119,4 +126,5 @@ def named_in(named: NamedIds, first_id: int, W: int) -> tuple[Tensor, Tensor, Te
 
 
 def capped(z: Tensor, softcap: float | None) -> Tensor:
+    """Return ``softcap * tanh(z / softcap)``; z itself without a softcap."""
     return z if softcap is None else softcap * torch.tanh(z / softcap)

@@ -65,7 +65,7 @@ def _moved_on(pid_v, pid_t, num_v, GROUP_T: tl.constexpr):
 
     Tiles of frequent ids are slow. Left alone, a program may get those of one column in every
     group; so a group's columns begin as many further on as makes a column's program move by 7
-    places, prime to the number of programs, each time.
+    places each time, which visits all programs where 7 does not divide their number.
     """
     step = num_v + 7 * (tl.num_programs(0) - 1)  # num_v - 7, but never negative
     ahead = step * (pid_t // GROUP_T * GROUP_T) % tl.num_programs(0)

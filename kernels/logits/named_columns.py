@@ -12,7 +12,8 @@ from flce_dist.kernels.logits.operands import ShardLogits
 from flce_dist.kernels.logits.target import NamedIds
 from flce_dist.kernels.primitives import INTERPRET
 
-# A thread has a multiple of so many elements of any tile, or would store to undefined addresses.
+# Elements of one inline assembly. It divides the elements that a thread has of any tile: Triton
+# would fill up a last pack with undefined operands, among them addresses that it stores to.
 _PACK = tl.constexpr(16)
 
 
@@ -47,7 +48,7 @@ _PTX, _CONSTRAINTS = map(tl.constexpr, _take_out_in_ptx(_PACK.value))
 
 @triton.jit
 def named_column(ids_ptr, n, end, first_id, V):
-    """The columns of entries n, [BLOCK_T], counted from ``first_id``; -1 from ``end`` or V on."""
+    """Columns of entries n, [BLOCK_T], counted from ``first_id``; negative where there is none."""
     column = tl.load(ids_ptr + n, mask=n < end, other=-1) - first_id
     return tl.where(column < V, column, -1).to(tl.int32)
 

@@ -19,8 +19,8 @@ def counted_tokens(
     how many these are, a scalar int32.
 
     labels are [T_all] int64, token_weight [T_all] fp32. Tokens that do not count get
-    ``ignore_index`` and 0. Places [T] int64 are each once. If more than T count an assertion on the
-    device fails, whose error arrives with the next synchronisation.
+    ``ignore_index`` and 0. places are [T] int64, none twice. If more than T tokens count an
+    assertion on the device fails, whose error arrives with the next synchronisation.
     """
     counted = counts(labels, token_weight, ignore_index)
     t = torch.arange(len(labels), device=labels.device)

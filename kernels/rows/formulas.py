@@ -203,7 +203,7 @@ def power_of_two(x: Tensor) -> Tensor:
 
 
 def root_of_large(scale: Tensor) -> Tensor:
-    """Return [T] from 1 on: the power of two next to the root of a scale, for D in fp16 to contain.
+    """Return [T], 1 to 2^12: the largest power of two up to the root of a scale, for D in fp16.
 
     Hidden times all of a loss scale may pass 65,504 where the gradient, with a small D, does not.
     What is left is up to twice the root: hidden may reach 180 at a scale of 2^15, 64 at 2^18. D
@@ -321,7 +321,7 @@ def _z_loss_factor(lse: Tensor, z_loss_weight: float) -> Tensor:
 def softcap_slope(
     z: Tensor, softcap: float | None, inverse_temperature: Tensor | None
 ) -> Tensor | float:
-    """Derivative of the softcap, from its value over the temperature, ``z``."""
+    """Return the softcap's derivative from z, the capped logit divided by the temperature."""
     if softcap is None:
         return 1.0
     cap = softcap if inverse_temperature is None else softcap * inverse_temperature

@@ -8,6 +8,7 @@ from torch import Tensor
 
 @triton.jit
 def _norm(labels_ptr, token_weight_ptr, T, ignore_index, BLOCK_T: tl.constexpr):
+    """The sum of counted tokens' weights, or 1 if all are 0."""
     weights = tl.zeros((BLOCK_T,), tl.float32)
     nonzero = tl.zeros((BLOCK_T,), tl.int32)
     for start in range(0, T, BLOCK_T):
@@ -60,7 +61,10 @@ def _reduce_loss_kernel(
 def loss_norm(
     labels: Tensor, token_weight: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return what a mean divides by: the sum of counted tokens' weights, 1 if all are 0."""
+    """Return what a mean divides by, a scalar: the sum of counted tokens' weights, 1 if all are 0.
+
+    labels are [T] int64, token_weight [T] fp32, None is 1. Adds in fp32; dtype is the result's.
+    """
     norm = torch.empty((), dtype=dtype, device=labels.device)
     _loss_norm_kernel[(1,)](
         labels, token_weight,

@@ -32,7 +32,10 @@ def _scale_kernel(
 
 
 def scale(x: Tensor, factor: Tensor, *, out: Tensor) -> None:
-    """Write ``out = x * factor``, contiguous; out may be x: a factor of 1 then costs no traffic."""
+    """Write ``out = x * factor``, both contiguous, factor a scalar on the device.
+
+    out may be x: a factor of 1 then costs no traffic.
+    """
     N = x.numel()
     block = 8192
     if N:

@@ -23,7 +23,8 @@ from flce_dist.kernels.rows.formulas import LabelWindow, LossTerms, TokenStats
 @triton.jit
 def log_total_of(others, label_above):
     """``lse - reference``: log of the sum of all exponentials, the label's own included."""
-    # label_above is exactly 0; else the reference is the maximum of the others, and others >= 1.
+    # label_above is exactly 0, or the reference is the maximum of the others, and others >= 1, or
+    # all are banned: log1p(-1).
     return log1p(tl.where(label_above == 0.0, others, others - 1 + exp(label_above)))
 
 
