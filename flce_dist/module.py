@@ -22,8 +22,7 @@ from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.dtensor import local_hidden
 from flce_dist.arguments.options import KEYWORDS, LayerOptions, LossOptions, keywords_of
 from flce_dist.arguments.rank_check import (
-    check_facts,
-    mark_alike,
+    check_facts_once,
     refusals_told,
     told_if_unbound,
 )
@@ -164,8 +163,7 @@ class LinearCrossEntropy(VocabShard):
             check_bias(bias, weight, hidden)
             values.flag("gather", gather)
         facts = {"hidden.shape": list(hidden.shape), "dtype": str(hidden.dtype), "gather": gather}
-        if check_facts(_LOGITS, facts, group, hidden):
-            mark_alike(_LOGITS, group)
+        check_facts_once(_LOGITS, facts, group, hidden)
         if self.sequence_parallel:
             dim = options.sequence_dim
             hidden = collectives.gather_tokens(hidden.transpose(0, dim), group).transpose(0, dim)

@@ -25,7 +25,7 @@ from flce_dist.arguments import values
 from flce_dist.arguments.check_tensors import check_hidden_of_logits
 from flce_dist.arguments.decided_once import checked_options
 from flce_dist.arguments.options import KEYWORDS, LossOptions, StyleOptions, keywords_of
-from flce_dist.arguments.rank_check import check_facts, mark_alike, refusals_told
+from flce_dist.arguments.rank_check import check_facts_once, refusals_told
 
 _LOGITS = "LinearCrossEntropyParallel's logits"
 
@@ -162,8 +162,7 @@ class LinearWithLoss(nn.Linear):
         with refusals_told(_LOGITS, group, hidden):
             check_hidden_of_logits(hidden, self.weight, self.options)
         facts: dict[str, Any] = {"hidden.shape": list(hidden.shape), "dtype": str(hidden.dtype)}
-        if check_facts(_LOGITS, facts, group, hidden):
-            mark_alike(_LOGITS, group)
+        check_facts_once(_LOGITS, facts, group, hidden)
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, self.mesh, [self.input_layouts], run_check=False)
         # Products of plain tensors: DTensor's do not run for no tokens, or one row of weight.

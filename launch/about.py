@@ -3,7 +3,7 @@
 import platform
 import subprocess
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,15 @@ def version_of(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], keys: Iterable[str]) -> list[str]:
+    """Say of which of these facts a file of before and this run have other values."""
+    return [
+        f"{key} is {before.get(key)!r} there and {now.get(key)!r} here"
+        for key in keys
+        if before.get(key) != now.get(key)
+    ]
 
 
 def _commit(file: Path) -> str | None:

@@ -86,6 +86,14 @@ def check_facts(
     return True
 
 
+def check_facts_once(
+    function: str, facts: Mapping[str, Any], group: dist.ProcessGroup | None, x: Tensor
+) -> None:
+    """``check_facts`` of a function that compares nothing else, so not again with this group."""
+    if check_facts(function, facts, group, x):
+        mark_alike(function, group)
+
+
 class refusals_told:  # not by contextlib, which takes the host longer
     """Where this rank raises in a block before it compares, the other ranks raise, too.
 

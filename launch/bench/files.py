@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flce_dist.launch.about import differences
 from flce_dist.launch.bench.config import Dtype, ShapeSpec
 from flce_dist.launch.bench.profiles import Profile
 from flce_dist.launch.bench.report import FIELDS, Record
@@ -167,14 +168,10 @@ def records_so_far(out: Path, about: dict[str, Any]) -> list[Record]:
     before, records = read_results(path)
     old = _flat(before)  # where tuples are lists
     new = _flat(parse_json(strict_json(about)))
-    differences = [
-        f"{key} is {old.get(key)!r} there and {new.get(key)!r} here"
-        for key in sorted((old.keys() | new.keys()) - {"command"})
-        if old.get(key) != new.get(key)
-    ]
+    unlike = differences(old, new, sorted((old.keys() | new.keys()) - {"command"}))
     require(
-        not differences,
-        f"{path} holds results of another benchmark: {'; '.join(differences)}. Give another "
+        not unlike,
+        f"{path} holds results of another benchmark: {'; '.join(unlike)}. Give another "
         "--out, or --fresh to measure everything again",
     )
     return records

@@ -10,7 +10,6 @@ import math
 import re
 from dataclasses import dataclass
 
-import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
@@ -18,6 +17,7 @@ from flce_dist.launch.bench.config import RunSpec, ShapeSpec, floor_of
 from flce_dist.launch.bench.floors import FLOORS
 from flce_dist.launch.bench.measure import Measured
 from flce_dist.launch.bench.peers import Skipped
+from flce_dist.launch.call_time import percentiles
 from flce_dist.launch.process_group import rank_and_size
 
 MIB = 2**20
@@ -111,7 +111,7 @@ FIELDS = [field.name for field in dataclasses.fields(Record)]
 def make_records(shape: ShapeSpec, runs: list[Measured]) -> list[Record]:
     """Return the records of all runs at one shape."""
     measured = [x for x in runs if x.failure is None and x.samples_ms]
-    p50_ms = {x.run.name: _percentiles(x.samples_ms)[1] for x in measured}
+    p50_ms = {x.run.name: percentiles(x.samples_ms)[1] for x in measured}
     yardsticks = {
         x.run.divergence: x
         for x in measured
@@ -138,7 +138,7 @@ def _make_record(
         is_skipped = measured.failure.startswith(_SKIPPED)
         message = measured.failure.removeprefix(_SKIPPED)
         return Record(**facts, status="skipped" if is_skipped else "error", message=message)
-    p20, p50, p80 = _percentiles(measured.samples_ms)
+    p20, p50, p80 = percentiles(measured.samples_ms)
     floor_ms = None if is_floor else p50_ms.get(floor_of(run))
     is_loss = run.over is None and run.divergence is None
     if floor_ms is not None and run.mode == "forward" and is_loss:
@@ -159,12 +159,6 @@ def _make_record(
         status="ok" if complaint is None else "wrong",
         message=complaint,
     )
-
-
-def _percentiles(samples_ms: list[float]) -> list[float]:
-    """Return p20, p50 and p80."""
-    found: list[float] = np.quantile(samples_ms, (0.2, 0.5, 0.8)).tolist()
-    return found
 
 
 def _complaint(measured: Measured, eager: Measured | None) -> str | None:

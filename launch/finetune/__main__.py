@@ -20,14 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from flce_dist.launch.about import about, version_of
-from flce_dist.launch.call_time import call_ms
+from flce_dist.launch.call_time import call_ms, percentiles
 from flce_dist.launch.finetune.config import FinetuneConfig, RunSpec, load_config
 from flce_dist.launch.peak_memory import peak_memory
 from flce_dist.launch.process_group import device_type_of
@@ -147,11 +146,11 @@ def _records(runs: list[Measured], config: FinetuneConfig) -> list[dict[str, Any
 
 
 def _record(run: Measured, theirs: Measured | None, config: FinetuneConfig) -> dict[str, Any]:
-    p20, p50, p80 = np.quantile(run.samples_ms, (0.2, 0.5, 0.8)).tolist()
+    p20, p50, p80 = percentiles(run.samples_ms)
     ratio = error = None
     is_right = math.isfinite(run.loss)
     if theirs is not None:
-        ratio = p50 / float(np.quantile(theirs.samples_ms, 0.5))
+        ratio = p50 / percentiles(theirs.samples_ms)[1]
         error = abs(run.loss - theirs.loss) / abs(theirs.loss)
         is_right = error <= max(LOSS_BUDGET, torch.finfo(DTYPES[config.dtype]).eps)
     return {

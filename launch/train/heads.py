@@ -18,10 +18,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from flce_dist.launch.about import VERSIONS, about
+from flce_dist.launch.about import VERSIONS, about, differences
+from flce_dist.launch.call_time import percentiles
 from flce_dist.launch.read import parse_json, read_bytes
 from flce_dist.launch.train.config import load_config
 from flce_dist.launch.train.log import METRICS, RUN, record_in
@@ -63,10 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
     runs = {
         name: [*of_train, *how, "--out-dir", f"{own.out / name}"] for name, how in HEADS.items()
     }
-    for name, of_run in runs.items():
+    for of_run in runs.values():
         if load_config(of_run).steps <= WARM_UP:
             raise RunError(f"--steps must be more than the {WARM_UP} that warm up")
-        _check_version(own.out / name)
+    _check_versions([own.out / name for name in runs])
     for name, of_run in runs.items():
         print(f"{name}:", flush=True)
         command = [sys.executable, "-m", "flce_dist.launch.train", *of_run]
@@ -87,25 +87,22 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _check_version(run: Path) -> None:
+def _check_versions(runs: list[Path]) -> None:
     """Raise ``RunError`` if a run is there that another commit or version has begun.
 
     It would go on, or not be repeated, and its steps would count as those of this one.
     """
-    if not (run / RUN).exists():
+    begun = [run for run in runs if (run / RUN).exists()]
+    if not begun:
         return
     now = about(torch.device("cpu"))
-    before = _facts(run)
-    differences = [
-        f"{key} is {before.get(key)!r} there and {now[key]!r} here"
-        for key in VERSIONS
-        if before.get(key) != now[key]
-    ]
-    if differences:
-        raise RunError(
-            f"{run} holds steps of other code: {'; '.join(differences)}. Give another --out, or "
-            "move it elsewhere"
-        )
+    for run in begun:
+        unlike = differences(_facts(run), now, VERSIONS)
+        if unlike:
+            raise RunError(
+                f"{run} holds steps of other code: {'; '.join(unlike)}. Give another --out, or "
+                "move it elsewhere"
+            )
 
 
 def _facts(run: Path) -> dict[str, Any]:
@@ -120,7 +117,7 @@ def _record(head: str, facts: dict[str, Any], run: Path) -> dict[str, Any]:
     steps = [x for x in events if x["kind"] == "train"]
     losses = [x["loss"] for x in events if x["kind"] == "validation"]
     times = [x["step_ms"] for x in steps[WARM_UP:]]
-    p20, p50, p80 = np.quantile(times, (0.2, 0.5, 0.8)).tolist()
+    p20, p50, p80 = percentiles(times)
     replicas = facts["ranks"] // config["parallel.tensor"]
     sequences = config["data.batch_size"] * config["data.microbatches"] * replicas
     tokens = sequences * config["model.seq_length"]
